@@ -1,0 +1,384 @@
+"""Pre-training: every position is a base token and an output token, T_out = T.
+
+    python train.py                                    a small model of Python source, on any machine
+    python train.py --dataset=recall --attention=swa   look-ups farther away than a window reaches
+    python train.py --init_from=resume                 go on from out_dir/ckpt.pt
+    python train.py --preset=gpt2 --dataset=NAME       a folder data/NAME that prepare.py made
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, fields
+
+import numpy as np
+import torch
+
+from model import (
+    GPT,
+    PRESETS,
+    GPTConfig,
+    choose_backend,
+    load_checkpoint,
+    pick_device,
+    save_checkpoint,
+)
+from prepare import (
+    DATA_DIR,
+    Parser,
+    load_meta,
+    load_split,
+    load_tokenizer,
+    parse_bool,
+    prepare_stdlib,
+    run_cli,
+)
+from sample import generate, write_stream
+
+# What suits a preset or a dataset; flags on the command line override it.
+RECIPES = {
+    "laptop": dict(batch_size=8, max_iters=600, learning_rate=3e-3, warmup_iters=50, eval_interval=200),
+    "recall": dict(
+        n_layer=2, n_head=2, n_embd=64, block_size=128, window=8, batch_size=32, max_iters=1000,
+        learning_rate=3e-3, warmup_iters=100, eval_interval=250,
+    ),
+    "gpt2": dict(batch_size=32, gradient_accumulation_steps=16, eval_interval=1000),
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------
+# Data
+
+
+def read_window(shards, start, n):
+    """n tokens from position `start` of the shards read as one long stream, as int64."""
+    parts = []
+    for shard in shards:
+        if start < len(shard) and n > 0:
+            parts.append(shard[start : start + n].astype(np.int64))
+            n -= len(parts[-1])
+        start = max(0, start - len(shard))
+    return np.concatenate(parts)
+
+
+class TextData:
+    """Windows of a dataset's shards. Training batches depend on (seed, step, micro-batch) alone,
+    validation windows on nothing but their number."""
+
+    def __init__(self, name, T):
+        self.meta, self.T = load_meta(name), T
+        self.shards = {split: load_split(name, split, self.meta) for split in ("train", "val")}
+        self.length = {split: sum(map(len, s)) for split, s in self.shards.items()}
+        for split, length in self.length.items():
+            if length < T + 1:
+                raise ValueError(
+                    f"{DATA_DIR}/{name}: the {split} split has {length} tokens, but one block needs "
+                    f"block_size + 1 = {T + 1}; lower --block_size or prepare more text"
+                )
+
+    def windows(self, split, starts):
+        both = np.stack([read_window(self.shards[split], s, self.T + 1) for s in starts])
+        both = torch.from_numpy(both)
+        return both[:, :-1], both[:, 1:].contiguous()
+
+    def train_batch(self, B, seed, step, m):
+        rng = np.random.default_rng((seed, step, m))
+        return self.windows("train", rng.integers(self.length["train"] - self.T, size=B))
+
+    def val_batches(self, B, n_windows):
+        starts = np.linspace(0, self.length["val"] - self.T - 1, n_windows).astype(np.int64)
+        for i in range(0, n_windows, B):
+            yield self.windows("val", starts[i : i + B])
+
+
+class RecallData:
+    """Look-ups: pairs (key, value), a gap, then every key once more in another order.
+
+    The model must answer each key with its value. The gap is longer than the windows of all layers
+    reach together, so stacked windows cannot carry an answer across. Targets are -1 but at answers.
+    """
+
+    KEYS = VALUES = 32
+    meta = {"vocab_size": KEYS + VALUES + 1, "tokenizer": None}
+
+    def __init__(self, config):
+        self.T = config.block_size
+        self.gap = config.n_layer * (config.window - 1) + 1
+        self.pairs = min((self.T - self.gap) // 4, self.KEYS)
+        if self.pairs < 2:
+            raise ValueError(
+                f"recall needs block_size >= {self.gap + 8}: the gap outreaches n_layer = "
+                f"{config.n_layer} windows of {config.window}, and pairs and look-ups stand around it"
+            )
+
+    def episodes(self, rng, B):
+        n, T = self.pairs, self.T
+        keys = rng.permuted(np.tile(np.arange(self.KEYS), (B, 1)), axis=1)[:, :n]
+        values = rng.integers(self.KEYS, self.KEYS + self.VALUES, size=(B, n))
+        order = rng.permuted(np.tile(np.arange(n), (B, 1)), axis=1)
+        x = np.full((B, T + 1), self.KEYS + self.VALUES)  # filler
+        asked = slice(T - 2 * n, T, 2)
+        x[:, 0 : 2 * n : 2], x[:, 1 : 2 * n : 2] = keys, values
+        x[:, asked] = np.take_along_axis(keys, order, axis=1)
+        x[:, T - 2 * n + 1 : T + 1 : 2] = np.take_along_axis(values, order, axis=1)
+        y = np.full((B, T), -1)
+        y[:, asked] = np.take_along_axis(values, order, axis=1)
+        return torch.from_numpy(x[:, :-1].copy()), torch.from_numpy(y)
+
+    def train_batch(self, B, seed, step, m):
+        return self.episodes(np.random.default_rng((seed, step, m)), B)
+
+    def val_batches(self, B, n_windows):
+        x, y = self.episodes(np.random.default_rng(2**40), n_windows)
+        yield from zip(x.split(B), y.split(B))
+
+
+@torch.no_grad()
+def evaluate(model, data, batch_size, n_windows, device, accuracy=False):
+    """Mean validation loss in nats a target, or with accuracy=True the share of targets that
+    have the largest logit."""
+    model.eval()
+    total = count = 0.0
+    for x, y in data.val_batches(batch_size, n_windows):
+        x, y = x.to(device), y.to(device)
+        n = (y >= 0).sum().item()
+        if accuracy:
+            total += (model(x)[0].argmax(dim=-1) == y).sum().item()
+        else:
+            total += model(x, y)[1].item() * n
+        count += n
+    model.train()
+    return total / count
+
+
+# ------------------------------------------------------------------------------------------------
+# Training
+
+
+def learning_rate(step, args):
+    """Linear warm-up to args.learning_rate, then a cosine down to args.min_lr."""
+    if step < args.warmup_iters:
+        return args.learning_rate * (step + 1) / args.warmup_iters
+    span = args.lr_decay_iters - args.warmup_iters
+    done = min(1.0, (step - args.warmup_iters) / span) if span > 0 else 1.0
+    return args.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (args.learning_rate - args.min_lr)
+
+
+def backward(model, scaler, batches, device):
+    """Gradients of the mean loss over all targets of the micro-batches; returns that loss.
+
+    A micro-batch weighs what it has of the targets, so splitting a batch changes nothing.
+    """
+    total = sum((y >= 0).sum().item() for _, y in batches)
+    loss = torch.zeros((), device=device)
+    for x, y in batches:
+        share = (y >= 0).sum().item() / max(1, total)
+        x, y = (t.to(device, non_blocking=True) for t in (x, y))
+        part = model(x, y)[1] * share
+        scaler.scale(part).backward()
+        loss += part.detach()
+    return loss
+
+
+def build_parser():
+    parser = Parser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--dataset", default="stdlib", help="a folder of data/, or recall (default stdlib)")
+    add("--preset", default="laptop", help=f"model shape: {', '.join(PRESETS)} (default laptop)")
+    add("--out_dir", default="out", help="folder of ckpt.pt and log.jsonl (default out)")
+    add("--init_from", default="scratch", help="scratch, or resume (from out_dir)")
+    run = parser.add_argument_group("optimisation")
+    add = run.add_argument
+    add("--batch_size", type=int, default=8, help="sequences a micro-batch")
+    add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches a step")
+    add("--max_iters", type=int, default=20000, help="steps in all")
+    add("--learning_rate", type=float, default=6e-4)
+    add("--min_lr", type=float, help="at the end of the cosine (default learning_rate / 10)")
+    add("--warmup_iters", type=int, default=700)
+    add("--lr_decay_iters", type=int, help="end of the cosine (default max_iters)")
+    add("--weight_decay", type=float, default=0.1)
+    add("--beta1", type=float, default=0.9)
+    add("--beta2", type=float, default=0.95)
+    add("--grad_clip", type=float, default=1.0, help="largest gradient norm; 0 is off")
+    add("--seed", type=int, default=1337)
+    add("--eval_interval", type=int, default=1000, help="steps between validations and checkpoints")
+    add("--eval_windows", type=int, default=128, help="validation sequences, always the same")
+    add("--log_interval", type=int, default=10)
+    run = parser.add_argument_group("machine")
+    add = run.add_argument
+    add("--device", help="cpu, cuda, cuda:1, mps (default: the best there is)")
+    add("--dtype", help="float32, bfloat16, float16 (default: what suits the device)")
+    add("--compile", type=parse_bool, help="torch.compile (default: on a GPU)")
+    add("--backend", help="attention backend: torch, flash or masked")
+    model = parser.add_argument_group("model (default: the preset's)")
+    for field in fields(GPTConfig):
+        kind = {"bool": parse_bool, "str": str, "float": float}.get(field.type.__name__, int) \
+            if isinstance(field.type, type) else int  # fmt: skip
+        if field.name != "rope_scaling":
+            model.add_argument(f"--{field.name}", type=kind)
+    return parser
+
+
+def parse_args(argv=None):
+    """Flags, over the checkpoint's on resume, over the preset's or dataset's recipe, over defaults."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.preset not in PRESETS:
+        raise ValueError(f"unknown preset '{args.preset}'; known are {', '.join(PRESETS)}")
+    if args.init_from not in ("scratch", "resume"):
+        raise ValueError(f"--init_from must be scratch or resume, not '{args.init_from}'")
+    if args.init_from == "resume":
+        saved = load_checkpoint(args.out_dir)[1]["args"]
+        machine = ("out_dir", "init_from", "device", "dtype", "compile", "backend")
+        parser.set_defaults(**{k: v for k, v in saved.items() if k not in machine})
+        args = parser.parse_args(argv)
+        changed = [k for k, v in saved.items() if k not in machine and getattr(args, k) != v]
+        if changed:
+            changes = ", ".join(f"{k} {saved[k]} -> {getattr(args, k)}" for k in changed)
+            print(f"not the run it was: {changes}")
+    else:
+        recipe = "recall" if args.dataset == "recall" else args.preset
+        parser.set_defaults(**PRESETS[args.preset])
+        parser.set_defaults(**RECIPES.get(recipe, {}))
+        args = parser.parse_args(argv)
+    for name in ("batch_size", "gradient_accumulation_steps", "max_iters", "eval_interval",
+                 "eval_windows", "log_interval"):  # fmt: skip
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, not {getattr(args, name)}")
+    if args.seed < 0 or args.warmup_iters < 0 or args.grad_clip < 0:
+        raise ValueError("--seed, --warmup_iters and --grad_clip must not be negative")
+    if args.min_lr is None:
+        args.min_lr = args.learning_rate / 10
+    if args.lr_decay_iters is None:
+        args.lr_decay_iters = args.max_iters
+    return args
+
+
+def open_data(args):
+    """The dataset, and the model's config once the vocabulary is known."""
+    given = {f.name: getattr(args, f.name, None) for f in fields(GPTConfig)}
+    given["rope_scaling"] = PRESETS[args.preset].get("rope_scaling")
+    given = {name: value for name, value in given.items() if value is not None}
+    if args.dataset == "recall":
+        config = GPTConfig(**{**given, "vocab_size": RecallData.meta["vocab_size"]})
+        return RecallData(config), config
+    if args.dataset == "stdlib" and not os.path.exists(f"{DATA_DIR}/stdlib/meta.json"):
+        prepare_stdlib()
+    needed = load_meta(args.dataset)["vocab_size"]
+    given.setdefault("vocab_size", needed)
+    config = GPTConfig(**given)
+    if config.vocab_size < needed:
+        raise ValueError(
+            f"vocab_size {config.vocab_size} is too small for {args.dataset}, which needs {needed}"
+        )
+    return TextData(args.dataset, config.block_size), config
+
+
+def closing_sample(model, data, device, length=400):
+    tokenizer = load_tokenizer(data.meta["tokenizer"])
+    print("\n--- a sample, decoded in pairs " + "-" * 40)
+    prompt = torch.tensor([[tokenizer.eot]], device=device)
+    generator = torch.Generator(device).manual_seed(1)
+    steps = generate(
+        model.eval(), prompt, min(length, model.config.block_size), temperature=0.7, top_p=0.95,
+        stop=[tokenizer.eot], generator=generator, vocab_size=tokenizer.vocab_size,
+    )  # fmt: skip
+    write_stream(tokenizer, steps)
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    device, dtype = pick_device(args.device, args.dtype)
+    os.makedirs(args.out_dir, exist_ok=True)
+    log = open(os.path.join(args.out_dir, "log.jsonl"), "a", encoding="utf-8")
+    data, config = open_data(args)
+    torch.manual_seed(args.seed)
+    step, best_val_loss, checkpoint = 0, math.inf, None
+    if args.init_from == "resume":
+        model, checkpoint = load_checkpoint(args.out_dir, device)
+        config = model.config
+        step, best_val_loss = checkpoint["step"], checkpoint["best_val_loss"]
+    else:
+        model = GPT(config).to(device)
+    model.compute_dtype = dtype
+    optimizer = torch.optim.AdamW(
+        model.optimizer_groups(args.weight_decay), lr=args.learning_rate,
+        betas=(args.beta1, args.beta2), fused=True,
+    )  # fmt: skip
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    if checkpoint:
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        scaler.load_state_dict(checkpoint["scaler"])
+    compiled = device.type == "cuda" if args.compile is None else args.compile
+    forward = torch.compile(model) if compiled else model
+    backend = choose_backend(args.backend)
+    print(
+        f"{config.attention} on {args.dataset}: {model.num_params():,} parameters, "
+        f"block_size {config.block_size}, window {config.window}, sink {config.sink}; "
+        f"{device}, {str(dtype)[6:]}, backend {backend}, compile {compiled}"
+    )
+
+    def save():
+        save_checkpoint(args.out_dir, {
+            "model": model.state_dict(), "optimizer": optimizer.state_dict(),
+            "scaler": scaler.state_dict(), "config": asdict(config), "step": step,
+            "best_val_loss": best_val_loss, "tokenizer": data.meta["tokenizer"],
+            "args": vars(args),
+        })  # fmt: skip
+
+    micro = args.gradient_accumulation_steps
+    tokens_per_step = micro * args.batch_size * config.block_size
+    started, first, saved = time.time(), step, step if checkpoint else None
+    try:
+        while step < args.max_iters:
+            tick = time.time()
+            lr = learning_rate(step, args)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            batches = [data.train_batch(args.batch_size, args.seed, step, m) for m in range(micro)]
+            loss = backward(forward, scaler, batches, device)
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            step += 1
+            record = {}
+            if step % args.log_interval == 0 or step in (first + 1, args.max_iters):
+                record = {"step": step, "loss": loss.item(), "lr": lr, "grad_norm": norm.item()}
+                record["tokens_per_s"] = tokens_per_step / (time.time() - tick)
+                left = (time.time() - started) / (step - first) * (args.max_iters - step)
+                print(
+                    f"step {step:>6}/{args.max_iters}  loss {record['loss']:.4f}  lr {lr:.1e}  "
+                    f"{record['tokens_per_s']:,.0f} tokens/s  {left / 60:.1f} min left", flush=True,
+                )  # fmt: skip
+            if step % args.eval_interval == 0 or step == args.max_iters:
+                val_loss = evaluate(model, data, args.batch_size, args.eval_windows, device)
+                best_val_loss = min(best_val_loss, val_loss)
+                record |= {"step": step, "val_loss": val_loss}
+                print(f"step {step:>6}/{args.max_iters}  val loss {val_loss:.4f}", flush=True)
+                save()
+                saved = step
+            if record:
+                log.write(json.dumps(record) + "\n")
+                log.flush()
+    except KeyboardInterrupt:
+        flags = f"--init_from=resume --out_dir={args.out_dir}"
+        state = "no checkpoint was saved yet" if saved is None else \
+            f"{args.out_dir}/ckpt.pt holds step {saved}; go on with: train.py {flags}"  # fmt: skip
+        print(f"\nstopped at step {step}: {state}", file=sys.stderr)
+        sys.exit(130)
+    if args.dataset == "recall":
+        share = evaluate(model, data, args.batch_size, args.eval_windows, device, accuracy=True)
+        print(f"accuracy {share:.3f}")
+    else:
+        closing_sample(model, data, device)
+
+
+if __name__ == "__main__":
+    run_cli(main)
