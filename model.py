@@ -540,14 +540,17 @@ class GPT(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         self.apply(self._init_weights)
-        for block in self.blocks:  # each layer adds two terms to the residual stream
-            for proj in (block.attn.o_proj, block.mlp.down_proj):
-                nn.init.normal_(proj.weight, std=0.02 / math.sqrt(2 * config.n_layer))
+        with torch.no_grad():
+            for block in self.blocks:  # each layer adds two terms to the residual stream
+                for proj in (block.attn.o_proj, block.mlp.down_proj):
+                    proj.weight /= math.sqrt(2 * config.n_layer)
 
     @staticmethod
     def _init_weights(module):
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
+            # n_in ** -0.5 keeps the scale of what flows. GPT-2's 0.02 is about this at its width, but
+            # far too little for the small models here: with it they do not learn look-ups in time
+            nn.init.normal_(module.weight, std=module.weight.size(1) ** -0.5)
 
     def forward(self, idx, targets=None, T_out=None, cache=None):
         """One forward for all four phases.
