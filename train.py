@@ -42,8 +42,8 @@ from sample import generate, write_stream
 RECIPES = {
     "laptop": dict(batch_size=4, max_iters=800, learning_rate=3e-3, warmup_iters=50, eval_interval=200),
     "recall": dict(
-        n_layer=2, n_head=2, n_embd=64, block_size=96, window=8, batch_size=32, max_iters=500,
-        learning_rate=3e-3, warmup_iters=50, eval_interval=250, log_interval=50,
+        n_layer=2, n_head=2, n_embd=64, block_size=96, window=8, batch_size=32,
+        max_iters=700, learning_rate=5e-3, warmup_iters=50, eval_interval=350, log_interval=50,
     ),
     "gpt2": dict(batch_size=32, gradient_accumulation_steps=16, eval_interval=1000),
 }  # fmt: skip
