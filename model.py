@@ -172,16 +172,33 @@ def rope_angles(config, positions):
 
     In bf16 position 8193 would round to 8192. Nothing is stored, so nothing can be cast.
     """
+    angles = (positions.float()[:, None] * rope_frequencies(config, positions.device))[:, None]
+    return cos_sin(angles)
+
+
+@torch.library.custom_op("orthros::cos_sin", mutates_args=())
+def cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An operator of its own, since the compiler would fuse it into every layer's kernels and
+    compute each cosine again for every head of every token: a quarter of a training step."""
+    return angles.cos(), angles.sin()
+
+
+@cos_sin.register_fake
+def _(angles):
+    return torch.empty_like(angles), torch.empty_like(angles)
+
+
+def rope_frequencies(config, device):
+    """Radians a position turns each of the D/2 pairs by."""
     D, scaling = config.head_dim, config.rope_scaling
-    pairs = torch.arange(0, D, 2, device=positions.device, dtype=torch.float32)
+    pairs = torch.arange(0, D, 2, device=device, dtype=torch.float32)
     freq = config.rope_theta ** (-pairs / D)
     if scaling is not None:  # Llama 3.1: stretch slow waves, keep fast ones, blend in between
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         freq = keep * freq + (1 - keep) * freq / scaling["factor"]
-    angles = (positions.float()[:, None] * freq)[:, None]
-    return angles.cos(), angles.sin()
+    return freq
 
 
 def apply_rope(x, cos, sin):
@@ -491,6 +508,9 @@ class Block(nn.Module):
         return h + self.mlp(self.mlp_norm(h))
 
 
+MAX_LOGITS = 2**27  # the loss holds at most so many at a time
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean of -log softmax(x W^T)[target] over the targets that are not -1; 0 if there are none.
 
@@ -498,15 +518,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     gradient is computed with its loss, while its logits are at hand. (N, V) floats never exist.
     """
 
-    MAX_LOGITS = 2**27  # elements at a time
-
     @staticmethod
     def forward(ctx, x, weight, targets):
         w, V = weight.to(x.dtype), weight.size(0)
         count = (targets >= 0).sum().clamp(min=1)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         dx, dw = [], torch.zeros_like(weight) if any(ctx.needs_input_grad) else None
-        n_chunks = -(-x.size(0) * V // ChunkedCrossEntropy.MAX_LOGITS)
+        n_chunks = -(-x.size(0) * V // MAX_LOGITS)
         for xs, ts in zip(x.chunk(n_chunks), targets.chunk(n_chunks)):
             logits = (xs @ w.T).to(torch.promote_types(x.dtype, torch.float32))
             lse = logits.logsumexp(dim=-1, keepdim=True)

@@ -95,10 +95,12 @@ class TextData:
 
 
 class RecallData:
-    """Look-ups: pairs (key, value), a gap, then every key once more in another order.
+    """Look-ups: pairs (key, value), a gap, then the keys once more in another order.
 
-    The model must answer each key with its value. The gap is longer than the windows of all layers
-    reach together, so stacked windows cannot carry an answer across. Targets are -1 but at answers.
+    At each of those the model must name the key's value. The gap is longer than the windows of all
+    layers reach together, so stacked windows cannot carry an answer across. Targets are -1 but at
+    look-ups, and no answer stands in the text: from answers given, a model learns to tell which are
+    left before it learns to look up.
     """
 
     KEYS = VALUES = 32
@@ -107,10 +109,10 @@ class RecallData:
     def __init__(self, config):
         self.T = config.block_size
         self.gap = config.n_layer * (config.window - 1) + 1
-        self.pairs = min((self.T - self.gap) // 4, self.KEYS)
+        self.pairs = min((self.T - self.gap) // 3, self.KEYS)
         if self.pairs < 2:
             raise ValueError(
-                f"recall needs block_size >= {self.gap + 8}: the gap outreaches n_layer = "
+                f"recall needs block_size >= {self.gap + 6}: the gap outreaches n_layer = "
                 f"{config.n_layer} windows of {config.window}, and pairs and look-ups stand around it"
             )
 
@@ -119,14 +121,12 @@ class RecallData:
         keys = rng.permuted(np.tile(np.arange(self.KEYS), (B, 1)), axis=1)[:, :n]
         values = rng.integers(self.KEYS, self.KEYS + self.VALUES, size=(B, n))
         order = rng.permuted(np.tile(np.arange(n), (B, 1)), axis=1)
-        x = np.full((B, T + 1), self.KEYS + self.VALUES)  # filler
-        asked = slice(T - 2 * n, T, 2)
+        x = np.full((B, T), self.KEYS + self.VALUES)  # filler
         x[:, 0 : 2 * n : 2], x[:, 1 : 2 * n : 2] = keys, values
-        x[:, asked] = np.take_along_axis(keys, order, axis=1)
-        x[:, T - 2 * n + 1 : T + 1 : 2] = np.take_along_axis(values, order, axis=1)
+        x[:, T - n :] = np.take_along_axis(keys, order, axis=1)
         y = np.full((B, T), -1)
-        y[:, asked] = np.take_along_axis(values, order, axis=1)
-        return torch.from_numpy(x[:, :-1].copy()), torch.from_numpy(y)
+        y[:, T - n :] = np.take_along_axis(values, order, axis=1)
+        return torch.from_numpy(x), torch.from_numpy(y)
 
     def train_batch(self, B, seed, step, m):
         return self.episodes(np.random.default_rng((seed, step, m)), B)
