@@ -42,8 +42,8 @@ from sample import generate, write_stream
 RECIPES = {
     "laptop": dict(batch_size=4, max_iters=800, learning_rate=3e-3, warmup_iters=50, eval_interval=200),
     "recall": dict(
-        n_layer=2, n_head=2, n_embd=64, block_size=96, window=8, batch_size=32,
-        max_iters=700, learning_rate=5e-3, warmup_iters=50, eval_interval=350, log_interval=50,
+        n_layer=2, n_head=2, n_embd=64, block_size=48, window=8, batch_size=64, max_iters=700,
+        learning_rate=3e-3, warmup_iters=50, eval_interval=350, log_interval=50,
     ),
     "gpt2": dict(batch_size=32, gradient_accumulation_steps=16, eval_interval=1000),
 }  # fmt: skip
@@ -116,23 +116,28 @@ class RecallData:
                 f"{config.n_layer} windows of {config.window}, and pairs and look-ups stand around it"
             )
 
-    def episodes(self, rng, B):
-        n, T = self.pairs, self.T
+    def episodes(self, rng, sizes):
+        """One episode a row; sizes (B, 1): how many of the pairs it has, filler for the rest."""
+        B, n, T = len(sizes), self.pairs, self.T
+        filler = self.KEYS + self.VALUES
         keys = rng.permuted(np.tile(np.arange(self.KEYS), (B, 1)), axis=1)[:, :n]
-        values = rng.integers(self.KEYS, self.KEYS + self.VALUES, size=(B, n))
+        values = rng.integers(self.KEYS, filler, size=(B, n))
+        keys, values = (np.where(np.arange(n) < sizes, ids, filler) for ids in (keys, values))
         order = rng.permuted(np.tile(np.arange(n), (B, 1)), axis=1)
-        x = np.full((B, T), self.KEYS + self.VALUES)  # filler
-        x[:, 0 : 2 * n : 2], x[:, 1 : 2 * n : 2] = keys, values
-        x[:, T - n :] = np.take_along_axis(keys, order, axis=1)
-        y = np.full((B, T), -1)
-        y[:, T - n :] = np.take_along_axis(values, order, axis=1)
+        asked, answers = (np.take_along_axis(ids, order, axis=1) for ids in (keys, values))
+        x, y = np.full((B, T), filler), np.full((B, T), -1)
+        x[:, 0 : 2 * n : 2], x[:, 1 : 2 * n : 2], x[:, T - n :] = keys, values, asked
+        y[:, T - n :] = np.where(answers == filler, -1, answers)
         return torch.from_numpy(x), torch.from_numpy(y)
 
     def train_batch(self, B, seed, step, m):
-        return self.episodes(np.random.default_rng((seed, step, m)), B)
+        # small episodes teach the large: without them full attention stays at guessing for long
+        rng = np.random.default_rng((seed, step, m))
+        sizes = 2 + (self.pairs - 1) * rng.random((B, 1)) ** 2
+        return self.episodes(rng, sizes.astype(int))
 
     def val_batches(self, B, n_windows):
-        x, y = self.episodes(np.random.default_rng(2**40), n_windows)
+        x, y = self.episodes(np.random.default_rng(2**40), np.full((n_windows, 1), self.pairs))
         yield from zip(x.split(B), y.split(B))
 
 
@@ -279,14 +284,15 @@ def open_data(args):
     return TextData(args.dataset, config.block_size), config
 
 
-def closing_sample(model, data, device, length=400):
+def closing_sample(model, data, device):
+    """Continue the first words of the validation text, up to block_size."""
     tokenizer = load_tokenizer(data.meta["tokenizer"])
-    print("\n--- a sample, decoded in pairs " + "-" * 40)
-    prompt = torch.tensor([[tokenizer.eot]], device=device)
-    generator = torch.Generator(device).manual_seed(1)
+    prompt = next(data.val_batches(1, 1))[0][:, : max(1, data.T // 4)].to(device)
+    text = tokenizer.decode_bytes(prompt[0].tolist()).decode("utf-8", "replace")
+    print(f"\n--- validation text, and after the bar a sample decoded in pairs\n{text}|", end="")
     steps = generate(
-        model.eval(), prompt, min(length, model.config.block_size), temperature=0.7, top_p=0.95,
-        stop=[tokenizer.eot], generator=generator, vocab_size=tokenizer.vocab_size,
+        model.eval(), prompt, max(1, data.T - prompt.size(1)), temperature=0.8,
+        generator=torch.Generator(device).manual_seed(1), vocab_size=tokenizer.vocab_size,
     )  # fmt: skip
     write_stream(tokenizer, steps)
 

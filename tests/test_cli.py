@@ -242,7 +242,7 @@ def test_scales_offsets_and_norms_are_not_decayed_and_every_parameter_is_in_one_
 def test_recall_cannot_be_answered_through_stacked_windows():
     config = GPTConfig(n_layer=2, window=8, block_size=96, attention="swa")
     data = train.RecallData(config)
-    x, y = data.train_batch(4, 0, 0, 0)
+    (x, y), *_ = data.val_batches(4, 4)
     reach = config.n_layer * (config.window - 1)
     for row in range(4):
         for t in (y[row] >= 0).nonzero().flatten().tolist():
