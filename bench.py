@@ -132,8 +132,8 @@ def bench_prefill(args, device, dtype):
             row["limit_ms"] = 1e3 * forward_flops(model.config, T, 1) / rate
             row |= dict(MiB=peak(device, memory), error=error)
             rows.append(row)
-            del cache
-        del model
+            cache = None  # free it before the next one
+        model = None
     return rows, rate
 
 
@@ -162,7 +162,7 @@ def bench_train(args, device, dtype):
         flops = 3 * args.batch_size * forward_flops(model.config, T, T_out)
         row = dict(kind=kind, T=T, ms=1e3 * seconds, tokens_per_s=args.batch_size * T / seconds)
         rows.append(row | dict(limit_ms=1e3 * flops / rate, MiB=peak(device, memory), error=error))
-        del model, optimizer, forward
+        model = optimizer = forward = None
     return rows, rate
 
 
@@ -194,7 +194,9 @@ def show(rows):
 
 def main():
     parser = Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("command", choices=("prefill", "train"))

@@ -659,7 +659,9 @@ def load_checkpoint(out_dir, device="cpu", **overrides):
     """
     path = os.path.join(out_dir, "ckpt.pt")
     if not os.path.exists(path):
-        raise FileNotFoundError(f"no checkpoint {path}; train one with train.py --out_dir={out_dir}")
+        raise FileNotFoundError(
+            f"no checkpoint {path}; train one with train.py --out_dir={out_dir}"
+        )
     try:
         checkpoint = torch.load(path, map_location=device, weights_only=True)
         state, config = checkpoint["model"], GPTConfig(**{**checkpoint["config"], **overrides})
@@ -670,7 +672,7 @@ def load_checkpoint(out_dir, device="cpu", **overrides):
     with torch.device("meta"):
         model = GPT(config)
     own = model.state_dict()
-    is_scale = lambda name: name.rsplit(".")[-1].startswith(("alpha_", "beta_"))  # noqa: E731
+    is_scale = lambda name: name.rsplit(".")[-1].startswith(("alpha_", "beta_"))
     wrong = [n for n in own.keys() ^ state.keys() if not is_scale(n)]
     wrong += [n for n in own.keys() & state.keys() if own[n].shape != state[n].shape]
     if wrong:
@@ -712,5 +714,3 @@ def pick_device(device=None, dtype=None):
     if dtype == "float16" and device.type != "cuda":
         raise ValueError(f"dtype float16 needs an NVIDIA GPU; on {device.type} use float32")
     return device, getattr(torch, dtype)
-
-

@@ -310,7 +310,9 @@ def prepare_stdlib():
 
 def main():
     parser = Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("source", nargs="+", help="'stdlib', or files and folders of text")
     parser.add_argument("--name", help="the dataset becomes data/NAME")
@@ -324,7 +326,9 @@ def main():
     if args.source == ["stdlib"]:
         return prepare_stdlib()
     if not args.name or os.path.basename(args.name) != args.name or args.name in (".", ".."):
-        raise ValueError(f"--name must be a plain folder name, as in --name=mine, not {args.name!r}")
+        raise ValueError(
+            f"--name must be a plain folder name, as in --name=mine, not {args.name!r}"
+        )
     if not 0 < args.val_fraction < 1:
         raise ValueError(f"--val_fraction must be between 0 and 1, not {args.val_fraction}")
     tokenizer = load_tokenizer(args.tokenizer)

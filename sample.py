@@ -1,6 +1,6 @@
 """Sample from a trained model: linear prefill, then decoding in pairs.
 
-    python sample.py --out_dir=out --prompt='def main(' --max_new_tokens=200 --stats
+python sample.py --out_dir=out --prompt='def main(' --max_new_tokens=200 --stats
 """
 
 import argparse
@@ -129,7 +129,9 @@ def write_stream(tokenizer, steps, out=None):
 
 def main():
     parser = Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--out_dir", default="out", help="folder of the checkpoint (default out)")
@@ -139,7 +141,12 @@ def main():
     add("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
     add("--top_k", type=int, help="draw from the k likeliest tokens only")
     add("--top_p", type=float, help="draw from the fewest tokens that together reach p")
-    add("--stop", action="append", default=[], help="text of one token that ends a sample; repeatable")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        help="text of one token that ends a sample; repeatable",
+    )
     add("--seed", type=int, default=1337)
     add("--attention", help="run the same weights as orthros, full, swa or a pattern")
     add("--window", type=int, help="keys a base token sees")
@@ -164,7 +171,9 @@ def main():
     for text in args.stop:
         ids = tokenizer.encode(text.encode().decode("unicode_escape"))
         if len(ids) != 1:
-            raise ValueError(f"--stop must be one token of {tokenizer.name}, but {text!r} is {len(ids)}")
+            raise ValueError(
+                f"--stop must be one token of {tokenizer.name}, but {text!r} is {len(ids)}"
+            )
         stop.append(int(ids[0]))
     prompt = [int(i) for i in tokenizer.encode(args.prompt)] or [tokenizer.eot]
     if hasattr(sys.stdout, "reconfigure"):

@@ -1,9 +1,9 @@
 """Pre-training: every position is a base token and an output token, T_out = T.
 
-    python train.py                                    a small model of Python source, on any machine
-    python train.py --dataset=recall --attention=swa   look-ups farther away than a window reaches
-    python train.py --init_from=resume                 go on from out_dir/ckpt.pt
-    python train.py --preset=gpt2 --dataset=NAME       a folder data/NAME that prepare.py made
+python train.py                                    a small model of Python source, on any machine
+python train.py --dataset=recall --attention=swa   look-ups farther away than a window reaches
+python train.py --init_from=resume                 go on from out_dir/ckpt.pt
+python train.py --preset=gpt2 --dataset=NAME       a folder data/NAME that prepare.py made
 """
 
 import argparse
@@ -190,7 +190,9 @@ def backward(model, scaler, batches, device):
 
 def build_parser():
     parser = Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--dataset", default="stdlib", help="a folder of data/, or recall (default stdlib)")

@@ -265,7 +265,7 @@ def test_temperature_zero_is_greedy_and_tiny_temperatures_work():
 def test_top_k_one_is_greedy_and_a_large_top_k_is_none():
     logits = -torch.rand(3, 65) - 1
     assert torch.equal(pick_token(logits, 1.0, top_k=1)[0], logits.argmax(-1))
-    draw = lambda k: pick_token(logits, 1.0, k, None, torch.Generator().manual_seed(1))[0]  # noqa: E731
+    draw = lambda k: pick_token(logits, 1.0, k, None, torch.Generator().manual_seed(1))[0]
     assert torch.equal(draw(200), draw(None))
 
 
@@ -287,7 +287,7 @@ def test_log_probabilities_are_those_at_the_temperature_before_any_cut():
 
 def test_rows_end_at_their_stop_id_and_generation_with_the_last(monkeypatch):
     script = iter([[7, 1], [2, 3], [2, 4], [2, 8], [2, 9]])
-    picked = lambda *args: (torch.tensor(next(script)), torch.zeros(2))  # noqa: E731
+    picked = lambda *args: (torch.tensor(next(script)), torch.zeros(2))
     monkeypatch.setattr(sample, "pick_token", picked)
     steps = [ids.tolist() for ids, _ in generate(tiny(), torch.zeros(2, 3).long(), 9, stop=[7, 8])]
     assert steps == [[7, 1], [7, 3], [7, 4], [7, 8]]
