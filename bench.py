@@ -143,8 +143,9 @@ def bench_train(args, device, dtype):
     T_out = args.T_out or T
     for kind in KINDS:
         model = build(args, kind, device, dtype)
-        error = relative_error(model, device)
         model.compute_dtype = dtype
+        with torch.no_grad():
+            error = relative_error(model, device)
         optimizer = torch.optim.AdamW(model.optimizer_groups(0.1), lr=1e-4, fused=True)
         compiled = device.type == "cuda" if args.compile is None else args.compile
         forward = torch.compile(model) if compiled else model

@@ -309,14 +309,20 @@ def sdpa_blocked(q, k, v, window, sink):
     return y.reshape(B, n * b, H, D)[:, :Tq]
 
 
-@functools.cache
+_flash = None  # (flash_attn_func, None), or (None, why not)
+
+
 def load_flash():
-    """(flash_attn_func, None), or (None, why not)."""
-    try:
-        from flash_attn import flash_attn_func
-    except Exception as error:  # a build for another torch raises almost anything
-        return None, f"flash-attn cannot be imported ({type(error).__name__}: {error})"
-    return flash_attn_func, None
+    """Import flash-attn once. A global, not functools.cache: the compiler traces the latter again."""
+    global _flash
+    if _flash is None:
+        try:
+            from flash_attn import flash_attn_func
+
+            _flash = flash_attn_func, None
+        except Exception as error:  # a build for another torch raises almost anything
+            _flash = None, f"flash-attn cannot be imported ({type(error).__name__}: {error})"
+    return _flash
 
 
 def attend_flash(q, k, v, window=None, sink=0):
@@ -355,6 +361,8 @@ def choose_backend(name=None):
         name = "flash" if torch.cuda.is_available() and load_flash()[0] else "torch"
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not '{name}'")
+    if name == "flash":
+        load_flash()
     _backend = name
     return name
 

@@ -40,7 +40,7 @@ from sample import generate, write_stream
 
 # What suits a preset or a dataset; flags on the command line override it.
 RECIPES = {
-    "laptop": dict(batch_size=4, max_iters=800, learning_rate=3e-3, warmup_iters=50, eval_interval=200),
+    "laptop": dict(batch_size=4, max_iters=700, learning_rate=3e-3, warmup_iters=50, eval_interval=350),
     "recall": dict(
         n_layer=2, n_head=2, n_embd=64, block_size=48, window=8, batch_size=64, max_iters=700,
         learning_rate=3e-3, warmup_iters=50, eval_interval=350, log_interval=50,
