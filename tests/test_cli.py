@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import bench
 import model as M
 import prepare
 import sample
@@ -371,6 +372,27 @@ def test_a_failed_save_keeps_the_old_checkpoint(monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         checkpoint_of(tiny(), step=2)
     assert state("ckpt")["step"] == 1 and os.listdir("ckpt") == ["ckpt.pt"]
+
+
+# ------------------------------------------------------------------------------------------------
+# Speed
+
+
+@pytest.mark.parametrize("command", ["prefill", "train"])
+def test_bench_compares_three_kinds_that_agree_with_the_reference(command):
+    flags = ["--T=64", "--n_layer=2", "--window=8", "--repeats=1", "--chunk=32", "--batch_size=1"]
+    call(bench.main, command, *flags, "--device=cpu", "--out_dir=b")
+    rows = json.load(open(f"b/{command}.json"))["rows"]
+    assert [row["kind"] for row in rows] == ["full", "swa", "orthros"]
+    assert all(row["error"] < 1e-4 and row["limit_ms"] > 0 for row in rows)
+
+
+def test_flops_of_a_model_whose_window_hides_nothing_are_those_of_full_attention_and_the_copies():
+    shape = dict(n_layer=1, n_head=2, n_embd=8, n_hidden=16, vocab_size=10, window=100)
+    full, orthros = (GPTConfig(**shape, attention=kind) for kind in ("full", "orthros"))
+    # one layer: keys and values 2*T*C*2C; at T_out queries W_Q, W_O, MLP; attention; the head
+    want = 2 * 5 * 8 * 16 + 2 * 5 * 8 * (16 + 48) + 4 * 8 * 15 + 2 * 5 * 8 * 10
+    assert bench.forward_flops(full, 5, 5) == bench.forward_flops(orthros, 5, 5) == want
 
 
 # ------------------------------------------------------------------------------------------------
