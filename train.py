@@ -375,6 +375,12 @@ def main(argv=None):
             if record:
                 log.write(json.dumps(record) + "\n")
                 log.flush()
+    except RuntimeError as error:
+        if not compiled or step > first:
+            raise
+        # no Triton, no C++ compiler, or a fault of the compiler's: the eager step may well run
+        why = str(error).strip().splitlines()[0]
+        raise ValueError(f"the first compiled step failed ({why}); try --compile=False") from error
     except KeyboardInterrupt:
         flags = f"--init_from=resume --out_dir={args.out_dir}"
         state = "no checkpoint was saved yet" if saved is None else \

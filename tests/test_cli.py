@@ -189,6 +189,18 @@ def test_a_checkpoint_of_a_compiled_run_has_plain_names(text, monkeypatch):
     assert M.load_checkpoint("out")[0].config.n_layer == 2
 
 
+def test_a_missing_compiler_is_one_line_that_names_the_flag(text, capsys, monkeypatch):
+    def compile(model):
+        def fail(*args):
+            raise RuntimeError("no C++ compiler")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", compile)
+    error = fails(capsys, train.main, *SMALL, "--compile=True")
+    assert "no C++ compiler" in error and "--compile=False" in error
+
+
 def test_evaluating_more_often_changes_no_training_batch(text):
     for every in (2, 5):
         call(train.main, *SMALL, f"--out_dir=e{every}", f"--eval_interval={every}")
