@@ -34,6 +34,7 @@ Source: Orthros: Phase-Aware Heterogeneous Attention for Efficient Transformers,
 import functools
 import math
 import os
+import shutil
 import warnings
 from dataclasses import dataclass
 
@@ -653,7 +654,8 @@ def save_checkpoint(out_dir, checkpoint):
             os.fsync(file.fileno())
         os.replace(tmp, path)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        raise OSError(f"cannot save {path}: {error}") from error
+        free = shutil.disk_usage(out_dir).free / 2**20
+        raise OSError(f"cannot save {path} ({free:.0f} MiB free there): {error}") from error
     finally:
         if os.path.exists(tmp):
             os.remove(tmp)

@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         for word in message.split():
-            flag = word.split("=")[0]
+            flag = word.split("=")[0].rstrip(":,")
             known = [o for action in self._actions for o in action.option_strings]
             near = difflib.get_close_matches(flag, known, n=1)
             if flag.startswith("--") and flag not in known and near:
