@@ -12,7 +12,6 @@ memory beside weights (and beside the cache, in prefill), on a GPU; error the di
 reference, relative, on the last output of a short run.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -194,11 +193,7 @@ def show(rows):
 
 
 def main():
-    parser = Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("command", choices=("prefill", "train"))
     add("--preset", help="model shape (default: laptop on a CPU; on a GPU qwen3-8b or gpt2)")

@@ -38,6 +38,10 @@ DATA_DIR = "data"
 class Parser(argparse.ArgumentParser):
     """argparse with one-line errors that name the nearest flag."""
 
+    def __init__(self, description):
+        as_written = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=as_written, allow_abbrev=False)
+
     def error(self, message):
         for word in message.split():
             flag = word.split("=")[0].rstrip(":,")
@@ -255,7 +259,8 @@ def prepare(name, documents, tokenizer, source, val_fraction, shard_tokens=10**8
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     folder.mkdir(parents=True)
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    waiting, counts, n_documents = {"train": [], "val": []}, {"train": 0, "val": 0}, 0
+    waiting, n_waiting = {"train": [], "val": []}, {"train": 0, "val": 0}
+    counts, n_documents = {"train": 0, "val": 0}, 0
 
     def flush(split):
         if waiting[split]:
@@ -264,6 +269,7 @@ def prepare(name, documents, tokenizer, source, val_fraction, shard_tokens=10**8
             write_shard(str(folder / f"{split}_{number:06d}.bin"), tokens, dtype)
             counts[split] += len(tokens)
             waiting[split].clear()
+            n_waiting[split] = 0
 
     try:
         for _, path in tqdm(sorted(documents), desc="tokenizing", unit="file", disable=None):
@@ -277,7 +283,8 @@ def prepare(name, documents, tokenizer, source, val_fraction, shard_tokens=10**8
             split = "val" if is_val else "train"
             ids = np.append(tokenizer.encode(text).astype(dtype), np.array(tokenizer.eot, dtype))
             waiting[split].append(ids)
-            if sum(map(len, waiting[split])) >= shard_tokens:
+            n_waiting[split] += len(ids)
+            if n_waiting[split] >= shard_tokens:
                 flush(split)
         for split in waiting:
             flush(split)
@@ -309,11 +316,7 @@ def prepare_stdlib():
 
 
 def main():
-    parser = Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__)
     parser.add_argument("source", nargs="+", help="'stdlib', or files and folders of text")
     parser.add_argument("--name", help="the dataset becomes data/NAME")
     parser.add_argument("--glob", default="*.txt", help="which files of a folder (default *.txt)")

@@ -3,7 +3,6 @@
 python sample.py --out_dir=out --prompt='def main(' --max_new_tokens=200 --stats
 """
 
-import argparse
 import codecs
 import sys
 import time
@@ -128,11 +127,7 @@ def write_stream(tokenizer, steps, out=None):
 
 
 def main():
-    parser = Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--out_dir", default="out", help="folder of the checkpoint (default out)")
     add("--prompt", default="", help="text to continue; empty starts from end-of-text")

@@ -6,7 +6,6 @@ python train.py --init_from=resume                 go on from out_dir/ckpt.pt
 python train.py --preset=gpt2 --dataset=NAME       a folder data/NAME that prepare.py made
 """
 
-import argparse
 import json
 import math
 import os
@@ -189,11 +188,7 @@ def backward(model, scaler, batches, device):
 
 
 def build_parser():
-    parser = Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--dataset", default="stdlib", help="a folder of data/, or recall (default stdlib)")
     add("--preset", default="laptop", help=f"model shape: {', '.join(PRESETS)} (default laptop)")
