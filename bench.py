@@ -1,22 +1,35 @@
 """How fast, beside what the hardware allows.
 
     python bench.py prefill [--preset=qwen3-8b --n_layer=8] [--T=32768,131072]
+    python bench.py prefill --kernels      the attention alone, every backend that is installed
     python bench.py train   [--preset=gpt2 --batch_size=32] [--T_out=128]
 
 Each compares orthros, full and swa in one run: the same random weights, warm, synchronised, medians.
-The table is printed and written with its circumstances to OUT_DIR/NAME.json.
+The table is printed, written with its circumstances to OUT_DIR/NAME.json, and drawn to NAME.png.
 
-Columns: T tokens; ms the median time of one call; tokens/s; limit ms the call's FLOPs over the rate of
-a large matrix product measured in this run; x full how many times faster than full; MiB the largest
-memory beside weights (and beside the cache, in prefill), on a GPU; error the difference from the masked
-reference, relative, on the last output of a short run.
+Columns
+  T         tokens in the sequence
+  ms        median time of one call: a whole prefill, a training step, one attention
+  limit ms  what the hardware allows: the larger of FLOPs over the rate of a large matrix product and
+            bytes over the rate of a large copy, both measured in this run. FLOPs are those of the
+            work done (two streams, the window, the last layer's few queries); bytes are weights,
+            caches and optimizer state, each moved as rarely as can be
+  x full    how many times faster than full attention
+  tokens/s  T (times the batch) over the time
+  MFU       FLOPs over time over the matrix product's rate
+  MiB       the largest memory used beside weights, and beside the cache in prefill (GPU only)
+  error     relative difference from the masked reference on the same inputs: prefill, the logits when
+            the last tokens are read again over the same cache; train, the gradient of the first
+            layer's keys for the first sequence; kernels, the last rows in float32
 """
 
 import json
 import os
 import platform
 import statistics
+import sys
 import time
+from importlib.metadata import distributions
 
 import torch
 
@@ -26,6 +39,9 @@ from prepare import Parser, parse_bool, run_cli
 from sample import prefill
 
 KINDS = ("full", "swa", "orthros")
+
+# ------------------------------------------------------------------------------------------------
+# Clocks, limits, memory
 
 
 def sync(device):
@@ -45,11 +61,28 @@ def median_time(call, device, repeats, warmup=1):
     return statistics.median(times[warmup:])
 
 
-def matmul_rate(device, dtype):
-    """FLOP/s of one large matrix product: the ceiling for everything here."""
-    n = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    return 2 * n**3 / median_time(lambda: a @ b, device, 10, 3)
+class Limits:
+    """What this device does at best: FLOP/s of a matrix product, bytes/s of a copy."""
+
+    def __init__(self, device, dtype):
+        gpu = device.type == "cuda"
+        n = 8192 if gpu else 1024
+        a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+        self.flops = 2 * n**3 / median_time(lambda: a @ b, device, 10, 3)
+        a, b = (torch.empty(2**30 if gpu else 2**26, device=device, dtype=torch.int8) for _ in "ab")
+        self.bytes = 2 * a.nbytes / median_time(lambda: a.copy_(b), device, 10, 3)
+
+    def ms(self, flops, nbytes):
+        return 1e3 * max(flops / self.flops, nbytes / self.bytes)
+
+
+def keys_seen(Tq, S, window=None, sink=0):
+    """How many (query, key) pairs the contract of `attend` lets through."""
+    if window is None:
+        return Tq * S - Tq * (Tq - 1) // 2
+    reach = window + sink
+    short = max(0, min(Tq, reach - (S - Tq)))  # queries that still see all before them
+    return (Tq - short) * reach + keys_seen(short, S - Tq + short)
 
 
 def forward_flops(config, T, T_out):
@@ -59,111 +92,61 @@ def forward_flops(config, T, T_out):
     """
     c, total = config, 0
     H, D = c.n_head, c.head_dim
-    windowed = sum(min(p + 1, c.window + c.sink) for p in range(min(T, c.window + c.sink)))
-    windowed += max(0, T - c.window - c.sink) * (c.window + c.sink)
-    last_rows = T_out * (2 * T - T_out + 1) // 2  # keys seen by the last T_out queries
     for layer in range(c.n_layer):
         kind, is_last = c.kind(layer), layer == c.n_layer - 1
-        n_base = 0 if is_last else T
-        n_out = T_out if is_last or kind == "orthros" else 0
+        n_out = T_out if kind == "orthros" else 0
+        n_base = T if not is_last else 0 if kind == "orthros" else T_out
+        window, sink = (None, 0) if kind == "full" else (c.window, c.sink)
         total += 2 * T * c.n_embd * 2 * c.n_kv_head * D
         total += 2 * (n_base + n_out) * c.n_embd * (2 * H * D + 3 * c.n_hidden)
-        keys = T * (T + 1) // 2 if kind == "full" else windowed
-        if is_last:
-            keys = min(T_out * c.window, last_rows) if kind == "swa" else last_rows
-        elif kind == "orthros":
-            keys += last_rows
-        total += 4 * H * D * keys
+        total += 4 * H * D * (keys_seen(n_base, T, window, sink) + keys_seen(n_out, T))
     return total + 2 * T_out * c.n_embd * c.vocab_size
 
 
-def relative_error(model, device):
-    """The chosen backend against the masked reference on a short prefill, whole logits."""
-    T = min(4 * model.config.window, 2048)
-    idx = torch.randint(model.config.vocab_size, (1, T), device=device)
-    chosen, answers = M.choose_backend(M._backend), []
-    for name in (chosen, "masked"):
-        choose_backend(name)
-        answers.append(model(idx, T_out=1)[0].float())
-    choose_backend(chosen)
-    got, want = answers
-    return ((got - want).norm() / want.norm()).item()
+def check_memory(args, config, device, dtype):
+    """ValueError unless what the command needs, roughly, is free on the device."""
+    with torch.device("meta"):
+        count = GPT(config).num_params()
+    c, size = config, dtype.itemsize
+    row = (8 * c.n_embd + 3 * c.n_hidden) * size  # activations of one token in one layer
+    if args.command == "prefill":
+        keys = 2 * c.n_layer * max(args.T) * c.n_kv_head * c.head_dim * size
+        need, lower = count * size + keys + min(args.chunk, max(args.T)) * row, "--n_layer or --T"
+    else:  # weights, gradients and two moments in float32; both streams' activations; logits
+        rows = args.batch_size * (args.T[0] + (args.T_out or args.T[0]))
+        logits = min(rows * c.vocab_size, M.MAX_LOGITS) * 3 * 4
+        need = 16 * count + rows * c.n_layer * row + logits
+        lower = "--batch_size or --n_layer"
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    elif device.type == "cpu" and hasattr(os, "sysconf"):
+        name = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+        free = os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    if need > free:
+        raise ValueError(
+            f"{args.command} with --preset={args.preset} needs about {need / 2**30:.0f} GiB, "
+            f"{free / 2**30:.0f} GiB are free on {device}; lower {lower}"
+        )
 
 
 def build(args, kind, device, dtype):
     """A model with the same random weights for every kind, made on the device."""
-    changes = {n: getattr(args, n) for n in ("n_layer", "window", "sink") if getattr(args, n)}
-    config = GPTConfig(**{**PRESETS[args.preset], **changes, "attention": kind})
-    with torch.device("meta"):
-        count = GPT(config).num_params()
-    size = count * dtype.itemsize * (1 if args.command == "prefill" else 8)
-    if device.type == "cuda" and size > torch.cuda.get_device_properties(device).total_memory:
-        raise ValueError(
-            f"{args.preset} needs {size / 2**30:.0f} GiB for {args.command}, more than this GPU has; "
-            f"lower --n_layer"
-        )
+    torch.compiler.reset()  # the kinds share code that the compiler specialises for each
+    torch.set_default_dtype(dtype)
     torch.manual_seed(args.seed)
-    with torch.device(device):
-        model = GPT(config)
-    return model
-
-
-@torch.no_grad()
-def bench_prefill(args, device, dtype):
-    rows, rate = [], matmul_rate(device, dtype)
-    for kind in KINDS:
-        torch.set_default_dtype(dtype)
-        model = build(args, kind, device, dtype).eval()
+    try:
+        with torch.device(device):
+            return GPT(config_of(args, kind))
+    finally:
         torch.set_default_dtype(torch.float32)
-        error = relative_error(model, device)
-        for T in args.T:
-            idx = torch.randint(model.config.vocab_size, (1, T), device=device)
-            cache = KVCache(model.config, 1, T, device, dtype)
-
-            def call():
-                cache.length = 0
-                prefill(model, idx, cache, args.chunk)
-
-            memory = reset_peak(device)
-            slow = kind == "full" and T >= 2**19
-            seconds = median_time(call, device, 1 if slow else args.repeats, 0 if slow else 1)
-            row = dict(kind=kind, T=T, ms=1e3 * seconds, tokens_per_s=T / seconds)
-            row["limit_ms"] = 1e3 * forward_flops(model.config, T, 1) / rate
-            row |= dict(MiB=peak(device, memory), error=error)
-            rows.append(row)
-            cache = None  # free it before the next one
-        model = None
-    return rows, rate
 
 
-def bench_train(args, device, dtype):
-    rows, rate = [], matmul_rate(device, dtype)
-    T = args.T[0]
-    T_out = args.T_out or T
-    for kind in KINDS:
-        model = build(args, kind, device, dtype)
-        model.compute_dtype = dtype
-        with torch.no_grad():
-            error = relative_error(model, device)
-        optimizer = torch.optim.AdamW(model.optimizer_groups(0.1), lr=1e-4, fused=True)
-        compiled = device.type == "cuda" if args.compile is None else args.compile
-        forward = torch.compile(model) if compiled else model
-        shape = (args.batch_size, T + 1)
-        both = torch.randint(model.config.vocab_size, shape, device=device)
-        idx, targets = both[:, :-1], both[:, 1 + T - T_out :].contiguous()
-        memory = reset_peak(device)
-
-        def call():
-            forward(idx, targets, T_out)[1].backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-        seconds = median_time(call, device, args.repeats, 3)
-        flops = 3 * args.batch_size * forward_flops(model.config, T, T_out)
-        row = dict(kind=kind, T=T, ms=1e3 * seconds, tokens_per_s=args.batch_size * T / seconds)
-        rows.append(row | dict(limit_ms=1e3 * flops / rate, MiB=peak(device, memory), error=error))
-        model = optimizer = forward = None
-    return rows, rate
+def config_of(args, kind):
+    changes = {n: getattr(args, n) for n in ("n_layer", "window", "sink")}
+    changes = {n: value for n, value in changes.items() if value is not None}
+    return GPTConfig(**{**PRESETS[args.preset], **changes, "attention": kind})
 
 
 def reset_peak(device):
@@ -181,21 +164,178 @@ def peak(device, before):
     return (torch.cuda.max_memory_allocated(device) - before) / 2**20
 
 
+def relative_error(call):
+    """call() through the chosen backend against the masked reference."""
+    chosen, answers = choose_backend(M._backend), []
+    for name in (chosen, "masked"):
+        choose_backend(name)
+        answers.append(call().float())
+    choose_backend(chosen)
+    got, want = answers
+    return ((got - want).norm() / want.norm()).item()
+
+
+# ------------------------------------------------------------------------------------------------
+# The benchmarks. Each returns rows: {column: value}
+
+
+@torch.no_grad()
+def bench_prefill(args, device, dtype, limits):
+    rows = []
+    for kind in KINDS:
+        model = build(args, kind, device, dtype).eval()
+        if args.compile:
+            from fast import fuse
+
+            fuse(model)
+        weights = sum(p.nbytes for p in model.parameters())
+        for T in args.T:
+            idx = torch.randint(model.config.vocab_size, (1, T), device=device)
+            cache = KVCache(model.config, 1, T, device, dtype)
+
+            def call(idx=idx, chunk=args.chunk, start=0):
+                cache.length = start
+                return prefill(model, idx, cache, chunk)
+
+            memory = reset_peak(device)
+            slow = kind == "full" and T >= 2**19  # minutes: the first chunks warm the later ones up
+            seconds = median_time(call, device, 1 if slow else args.repeats, 0 if slow else 1)
+            MiB = peak(device, memory)
+            tail = min(T, 16)
+            error = relative_error(lambda: call(idx[:, -tail:], start=T - tail))
+            flops = forward_flops(model.config, T, 1)
+            nbytes = -(-T // args.chunk) * weights + cache.nbytes
+            rows.append({"kind": kind, "T": T, "ms": 1e3 * seconds, "tokens/s": T / seconds,
+                         "limit ms": limits.ms(flops, nbytes), "MiB": MiB, "error": error})  # fmt: skip
+            cache = call = None  # free it before the next one
+        model = None
+    return rows
+
+
+@torch.no_grad()
+def bench_kernels(args, device, dtype, limits):
+    """One layer's attention over the last chunk of T positions, as prefill calls it."""
+    c = config_of(args, "orthros")
+    H, Hk, D, W = c.n_head, c.n_kv_head, c.head_dim, c.window
+    backends = {"torch": M.attend_torch}
+    if device.type == "cuda" and dtype != torch.float32:
+        for generation in M.load_flash():
+            backends[f"flash-attn {generation}"] = lambda *a, generation=generation: M.call_flash(
+                generation, *a
+            )
+    rows = []
+    for T in args.T:
+        q, k, v = (torch.randn(1, T, h, D, device=device, dtype=dtype) for h in (H, Hk, Hk))
+        chunk = min(args.chunk, T)
+        cases = {"window": (chunk, W, 0), "window, 1 sink": (chunk, W, 1), "full": (chunk, None, 0),
+                 "one query": (1, None, 0)}  # fmt: skip
+        for case, (Tq, window, sink) in cases.items():
+            last = min(Tq, 16)
+            want = M.attend_masked(q[:, -last:].float(), k.float(), v.float(), window, sink)
+            keys = keys_seen(Tq, T, window, sink)
+            nbytes = 2 * q[:, :Tq].nbytes + 2 * k[:, : min(T, Tq + (window or T))].nbytes
+            for name, attend in backends.items():
+                call = lambda: attend(q[:, T - Tq :], k, v, window, sink)
+                try:
+                    got = call()[:, -last:].float()
+                except (RuntimeError, TypeError, AssertionError) as error:
+                    print(f"{name} cannot do {case}: {error}", file=sys.stderr)
+                    continue
+                seconds = median_time(call, device, args.repeats, 3)
+                rows.append({"call": case, "backend": name, "T": T, "ms": 1e3 * seconds,
+                             "limit ms": limits.ms(4 * H * D * keys, nbytes),
+                             "error": ((got - want).norm() / want.norm()).item()})  # fmt: skip
+    return rows
+
+
+def bench_train(args, device, dtype, limits):
+    rows, T = [], args.T[0]
+    T_out = args.T_out or T
+    for kind in KINDS:
+        model = build(args, kind, device, torch.float32)
+        model.compute_dtype = dtype
+        optimizer = torch.optim.AdamW(model.optimizer_groups(0.1), lr=1e-4, fused=True)
+        forward = torch.compile(model) if args.compile else model
+        shape = (args.batch_size, T + 1)
+        both = torch.randint(model.config.vocab_size, shape, device=device)
+        idx, targets = both[:, :-1], both[:, 1 + T - T_out :].contiguous()
+        weight = model.blocks[0].attn.k_proj.weight
+
+        def gradient():
+            return torch.autograd.grad(model(idx[:1], targets[:1], T_out)[1], weight)[0]
+
+        error = relative_error(gradient)
+        memory = reset_peak(device)
+
+        def call():
+            forward(idx, targets, T_out)[1].backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        seconds = median_time(call, device, args.repeats, 3)
+        flops = 3 * args.batch_size * forward_flops(model.config, T, T_out)
+        nbytes = 8 * 4 * model.num_params()  # AdamW: weight, gradient, 2 moments in; all out again
+        rows.append({"kind": kind, "T": T, "ms": 1e3 * seconds, "limit ms": limits.ms(flops, nbytes),
+                     "tokens/s": args.batch_size * T / seconds, "MFU": flops / seconds / limits.flops,
+                     "MiB": peak(device, memory), "error": error})  # fmt: skip
+        model = optimizer = forward = weight = None
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------
+# What comes out
+
+
+FORMATS = {"T": ",d", "ms": ",.2f", "limit ms": ",.2f", "x full": ".2f", "tokens/s": ",.0f",
+           "MFU": ".0%", "MiB": ",.0f", "error": ".1e"}  # fmt: skip
+
+
 def show(rows):
-    base = {row["T"]: row["ms"] for row in rows if row["kind"] == "full"}
-    print(f"{'kind':8}{'T':>9}{'ms':>11}{'tokens/s':>12}{'limit ms':>11}{'x full':>8}"
-          f"{'MiB':>9}{'error':>9}")  # fmt: skip
-    for row in rows:
-        row["x_full"] = base[row["T"]] / row["ms"]
-        memory = "" if row["MiB"] is None else f"{row['MiB']:,.0f}"
-        print(f"{row['kind']:8}{row['T']:>9,}{row['ms']:>11,.1f}{row['tokens_per_s']:>12,.0f}"
-              f"{row['limit_ms']:>11,.1f}{row['x_full']:>8.2f}{memory:>9}{row['error']:>9.1e}")  # fmt: skip
+    cell = lambda name, value: "" if value is None else format(value, FORMATS.get(name, ""))
+    table = [list(rows[0])] + [[cell(name, row[name]) for name in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    for line in table:
+        print("  ".join(text.rjust(width) for text, width in zip(line, widths)))
+
+
+def draw(rows, title, path):
+    """Time over T, a line for each kind or kernel and a dashed one for its limit; bars for one T."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture without matplotlib: pip install -e '.[plot]'", file=sys.stderr)
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    label = lambda row: row["kind"] if "kind" in row else f"{row['call']}: {row['backend']}"
+    labels = list(dict.fromkeys(map(label, rows)))
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    if len({row["T"] for row in rows}) > 1:
+        for number, name in enumerate(labels):
+            mine = [row for row in rows if label(row) == name]
+            T = [row["T"] for row in mine]
+            axes.loglog(T, [row["ms"] for row in mine], "o-", color=f"C{number}", label=name)
+            axes.loglog(T, [row["limit ms"] for row in mine], ":", color=f"C{number}")
+        axes.set(xlabel="tokens", ylabel="ms (dotted: the hardware's limit)")
+        axes.legend()
+    else:
+        rows = rows[::-1]  # bars grow from below
+        axes.barh([label(row) for row in rows], [row["ms"] for row in rows], color="C0")
+        limits = [row["limit ms"] for row in rows]
+        axes.plot(limits, range(len(rows)), "k|", markersize=24, label="the hardware's limit")
+        axes.set(xlabel="ms")
+        axes.legend()
+    axes.set_title(title, fontsize=9)
+    figure.savefig(path, dpi=120)
+    print(f"drawn to {path}")
 
 
 def main():
     parser = Parser(__doc__)
     add = parser.add_argument
     add("command", choices=("prefill", "train"))
+    add("--kernels", action="store_true", help="time the attention alone, per backend")
     add("--preset", help="model shape (default: laptop on a CPU; on a GPU qwen3-8b or gpt2)")
     add("--T", help="lengths, separated by commas")
     add("--n_layer", type=int)
@@ -206,43 +346,64 @@ def main():
     add("--T_out", type=int, help="output tokens a sequence in training (default all)")
     add("--repeats", type=int, default=5)
     add("--seed", type=int, default=1337)
-    add("--device")
-    add("--dtype")
-    add("--compile", type=parse_bool, help="torch.compile for training (default: on a GPU)")
+    add("--device", help="cpu, cuda, mps (default: the best there is)")
+    add("--dtype", help="float32, bfloat16, float16 (default: what suits the device)")
+    add("--compile", type=parse_bool, help="compile the training step, or what lies between the "
+        "matrix products in prefill (default: on a GPU)")  # fmt: skip
     add("--backend", help="attention backend: torch, flash or masked")
     add("--out_dir", default="out/bench")
     args = parser.parse_args()
     device, dtype = pick_device(args.device, args.dtype)
     gpu = device.type == "cuda"
-    args.preset = args.preset or (
-        "laptop" if not gpu else "qwen3-8b" if args.command == "prefill" else "gpt2"
-    )
+    train = args.command == "train"
+    if args.kernels and train:
+        raise ValueError("--kernels belongs to prefill")
+    args.preset = args.preset or ("laptop" if not gpu else "gpt2" if train else "qwen3-8b")
     if args.preset not in PRESETS:
         raise ValueError(f"unknown preset '{args.preset}'; known are {', '.join(PRESETS)}")
-    args.chunk = args.chunk or (32768 if gpu else 2048)
-    args.batch_size = args.batch_size or (32 if gpu else 4)
-    default = {"prefill": "32768,131072" if gpu else "4096,8192,16384"}.get(args.command)
-    text = args.T or default or str(PRESETS[args.preset]["block_size"])
+    args.compile = gpu if args.compile is None else args.compile
+    args.chunk = (32768 if gpu else 2048) if args.chunk is None else args.chunk
+    args.batch_size = (32 if gpu else 4) if args.batch_size is None else args.batch_size
+    default = PRESETS[args.preset]["block_size"] if train else (
+        "1024,4096,32768,131072" if gpu else "1024,4096,8192,16384")  # fmt: skip
     try:
-        args.T = [int(x) for x in text.split(",")]
+        args.T = [int(x) for x in str(args.T or default).split(",")]
     except ValueError:
-        raise ValueError(f"--T must be whole numbers separated by commas, not '{text}'") from None
-    if min(args.T) < 1 or args.repeats < 1:
-        raise ValueError("--T and --repeats must be at least 1")
+        raise ValueError(f"--T must be whole numbers separated by commas, not '{args.T}'") from None
+    if min(*args.T, args.repeats, args.chunk, args.batch_size) < 1:
+        raise ValueError("--T, --repeats, --chunk and --batch_size must be at least 1")
+    if train and len(args.T) > 1:
+        raise ValueError(f"train takes one --T, not {len(args.T)}")
+    if args.T_out is not None and not 1 <= args.T_out <= args.T[0]:
+        raise ValueError(f"--T_out must be from 1 to T = {args.T[0]}, not {args.T_out}")
+    check_memory(args, config_of(args, "orthros"), device, dtype)
     os.makedirs(args.out_dir, exist_ok=True)
     where = torch.cuda.get_device_name(device) if gpu else f"CPU, {torch.get_num_threads()} threads"
     backend = choose_backend(args.backend)
-    bench = {"prefill": bench_prefill, "train": bench_train}[args.command]
-    rows, rate = bench(args, device, dtype)
-    print(f"{args.command}, {args.preset}, {where}, {str(dtype)[6:]}, torch {torch.__version__}, "
-          f"backend {backend}, matrix product {rate / 1e12:.2f} TFLOP/s")  # fmt: skip
+    if gpu and not M.load_flash():
+        print("flash-attn is not installed: pip install -e '.[flash]'", file=sys.stderr)
+    name = "kernels" if args.kernels else args.command
+    limits = Limits(device, dtype)
+    bench = {"prefill": bench_prefill, "kernels": bench_kernels, "train": bench_train}[name]
+    rows = bench(args, device, dtype, limits)
+    if name != "kernels":
+        base = {row["T"]: row["ms"] for row in rows if row["kind"] == "full"}
+        rows = [row | {"x full": base[row["T"]] / row["ms"]} for row in rows]
+    title = (f"{name}, {args.preset}, {where}, {str(dtype)[6:]}, torch {torch.__version__}, backend "
+             f"{backend}\nmatrix product {limits.flops / 1e12:.2f} TFLOP/s, copy "
+             f"{limits.bytes / 1e9:.0f} GB/s")  # fmt: skip
+    print(title)
     show(rows)
+    packages = [p.metadata["Name"].replace("_", "-") + " " + p.version for p in distributions()]
+    flash = [p for p in packages if p.startswith("flash-attn")]
     record = dict(device=where, torch=torch.__version__, python=platform.python_version(),
-                  dtype=str(dtype), backend=backend, flops=rate, args=vars(args), rows=rows)  # fmt: skip
-    path = os.path.join(args.out_dir, f"{args.command}.json")
-    with open(path, "w", encoding="utf-8") as file:
+                  dtype=str(dtype), backend=backend, flash=flash, flops=limits.flops,
+                  bytes=limits.bytes, args=vars(args), rows=rows)  # fmt: skip
+    path = os.path.join(args.out_dir, name)
+    with open(f"{path}.json", "w", encoding="utf-8") as file:
         json.dump(record, file, indent=1)
-    print(f"written to {path}")
+    print(f"written to {path}.json")
+    draw(rows, title, f"{path}.png")
 
 
 if __name__ == "__main__":

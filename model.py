@@ -32,6 +32,7 @@ Source: Orthros: Phase-Aware Heterogeneous Attention for Efficient Transformers,
 """
 
 import functools
+import importlib
 import math
 import os
 import shutil
@@ -310,43 +311,83 @@ def sdpa_blocked(q, k, v, window, sink):
     return y.reshape(B, n * b, H, D)[:, :Tq]
 
 
-_flash = None  # (flash_attn_func, None), or (None, why not)
+_flash = None  # what load_flash found
 
 
 def load_flash():
-    """Import flash-attn once. A global, not functools.cache: the compiler traces the latter again."""
+    """{generation: flash_attn_func} of what is installed: 2 is flash-attn, 4 is flash-attn-4.
+
+    A package that is there but broken is left out with one warning. (A global keeps the result, not
+    functools.cache, through which the compiler would trace again.)
+    """
     global _flash
     if _flash is None:
-        try:
-            from flash_attn import flash_attn_func
-
-            _flash = flash_attn_func, None
-        except Exception as error:  # a build for another torch raises almost anything
-            _flash = None, f"flash-attn cannot be imported ({type(error).__name__}: {error})"
+        _flash = {}
+        for generation, name in ((2, "flash_attn"), (4, "flash_attn.cute")):
+            try:
+                module = importlib.import_module(name)
+                if hasattr(module, "flash_attn_func"):  # flash_attn alone may be the 4's folder
+                    _flash[generation] = module.flash_attn_func
+            except Exception as error:  # a build for another torch raises almost anything
+                absent = isinstance(error, ModuleNotFoundError)
+                if not absent or (generation == 2 and error.name != "flash_attn"):
+                    why = f"{type(error).__name__}: {error}"
+                    warn_once(f"{name} is installed but broken ({why}); going on without it")
     return _flash
 
 
 def attend_flash(q, k, v, window=None, sink=0):
-    """flash-attn where it can do the call, SDPA where that is as good, else the torch backend."""
+    """flash-attn where it can do the call, SDPA where that is as fast, else the torch backend."""
     Tq, S = q.size(1), k.size(1)
     if window is not None and S <= window + sink:
         window, sink = None, 0
-    flash, why = load_flash()
+    if window is None and Tq in (1, S):
+        return attend_torch(q, k, v)
+    flash, why = load_flash(), None
+    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    traced = torch.compiler.is_compiling()
     if q.device.type != "cuda":
         why = "flash-attn needs an NVIDIA GPU"
     elif q.dtype not in (torch.bfloat16, torch.float16):
         why = f"flash-attn computes in bfloat16 or float16, not {q.dtype}"
     elif q.size(-1) > 256:
         why = f"flash-attn's largest head_dim is 256, not {q.size(-1)}"
+    elif not flash:
+        why = "flash-attn is not installed (pip install -e '.[flash]')"
+    elif 2 not in flash and (gradients or traced):
+        why = "flash-attn-4 is used without gradients only; they need flash-attn 2.x"
     if why:
         warn_once(f"{why}; using the torch backend")
-    if why or sink or (window is None and Tq in (1, S)):
+    if why or (sink and gradients) or (Tq == 1 and window):
         return attend_torch(q, k, v, window, sink)
+    generation = 2 if gradients or traced or 4 not in flash else 4
+    try:
+        return call_flash(generation, q, k, v, window, sink)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # not built for this GPU or head size
+        if traced:
+            raise
+        warn_once(f"flash-attn ({generation}) failed ({str(error).strip()}); going on without it")
+        del flash[generation]
+        return attend_flash(q, k, v, window, sink)
+
+
+def call_flash(generation, q, k, v, window=None, sink=0):
+    """The contract in flash-attn's words. Sink keys are merged in afterwards, without gradients."""
     # flash-attn counts the keys to the left of the query, so W keys with its own are W - 1
-    left = -1 if window is None else window - 1
-    return flash(q, k, v, causal=True, window_size=(left, 0 if window else -1))
+    reach = dict(causal=True, window_size=(window - 1, 0) if window else NO_WINDOW[generation])
+    if sink:
+        reach["return_lse" if generation == 4 else "return_attn_probs"] = True
+    y = load_flash()[generation](q, k, v, **reach)
+    if not sink:
+        return y[0] if isinstance(y, tuple) else y
+    from fast import merge_sink
+
+    return merge_sink(*y[:2], q, k[:, :sink], v[:, :sink], window, k.size(1))
 
 
+NO_WINDOW = {2: (-1, -1), 4: (None, None)}
 BACKENDS = {"masked": attend_masked, "torch": attend_torch, "flash": attend_flash}
 _backend = None
 
@@ -359,11 +400,9 @@ def choose_backend(name=None):
     global _backend
     name = name or os.environ.get("ORTHROS_BACKEND")
     if not name:
-        name = "flash" if torch.cuda.is_available() and load_flash()[0] else "torch"
+        name = "flash" if torch.cuda.is_available() and load_flash() else "torch"
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not '{name}'")
-    if name == "flash":
-        load_flash()
     _backend = name
     return name
 
@@ -438,7 +477,7 @@ class OrthrosAttention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         C, H, Hk, D = config.n_embd, config.n_head, config.n_kv_head, config.head_dim
-        self.head_dim, self.layer = D, layer
+        self.n_head, self.head_dim, self.layer = H, D, layer
         self.kind = config.kind(layer)
         self.is_last = layer == config.n_layer - 1
         self.window, self.sink = config.window, config.sink
@@ -454,40 +493,47 @@ class OrthrosAttention(nn.Module):
             self.register_parameter(f"alpha_{stream}", nn.Parameter(torch.ones(H, D)))
             self.register_parameter(f"beta_{stream}", nn.Parameter(torch.zeros(H, D)))
 
+    def project(self, h, T, T_out, rope):
+        """h (B, N, C) -> queries base (B, N - n_out, H, D) and out (B, n_out, H, D); k, v (B, T, Hk, D).
+
+        Only rows that ask have a query: in the last layer, the T_out that predict.
+        """
+        B, N, _ = h.shape
+        cos, sin = rope
+        v = self.v_proj(h[:, :T]).view(B, T, -1, self.head_dim)
+        k = self.k_norm(self.k_proj(h[:, :T]).view(B, T, -1, self.head_dim))
+        k = apply_rope(k, cos[:T], sin[:T]).type_as(v)
+
+        first = N - T_out if self.is_last else 0
+        n_out = T_out if self.kind == "orthros" else 0
+        q = self.q_proj(h[:, first:]).view(B, N - first, self.n_head, self.head_dim)
+        base, out = self.q_norm(q).split((N - first - n_out, n_out), dim=1)
+        if "base" in self.streams:
+            base = self.alpha_base * base + self.beta_base  # q_i = alpha * (x_i W_Q) + beta
+        if "out" in self.streams:
+            out = self.alpha_out * out + self.beta_out  # q'_i = alpha' * (x'_i W_Q) + beta'
+        q = apply_rope(torch.cat((base, out), dim=1), cos[first:], sin[first:]).type_as(v)
+        return *q.split((N - first - n_out, n_out), dim=1), k, v
+
     def forward(self, h, T, T_out, rope, cache=None):
         """h (B, N, C): T base tokens, then (orthros) T_out output tokens -> (B, Nq, C).
 
         Nq is N, and T_out in the last layer: its other tokens leave their keys and values, and
         nobody reads more of them. rope: cos and sin for all N rows.
         """
-        B, N, _ = h.shape
-        cos, sin = rope
-        k = self.k_proj(h[:, :T]).view(B, T, -1, self.head_dim)
-        v = self.v_proj(h[:, :T]).view(B, T, -1, self.head_dim)
-        k = apply_rope(self.k_norm(k), cos[:T], sin[:T]).type_as(v)
+        base, out, k, v = self.project(h, T, T_out, rope)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, S, Hk, D)
-
-        first = N - T_out if self.is_last else 0  # the first row that asks
-        if first == N:
-            return h[:, N:]
-        q = self.q_norm(self.q_proj(h[:, first:]).view(B, N - first, -1, self.head_dim))
-        n_out = T_out if self.kind == "orthros" else 0
-        base, out = q.split((N - first - n_out, n_out), dim=1)
-        if "base" in self.streams:
-            base = self.alpha_base * base + self.beta_base  # q_i = alpha * (x_i W_Q) + beta
-        if "out" in self.streams:
-            out = self.alpha_out * out + self.beta_out  # q'_i = alpha' * (x'_i W_Q) + beta'
-        q = apply_rope(torch.cat((base, out), dim=1), cos[first:], sin[first:]).type_as(v)
-        base, out = q.split((N - first - n_out, n_out), dim=1)
-
         y = []
         if base.size(1):
             window = None if self.kind == "full" else self.window
             y.append(attend(base, k, v, window, self.sink if window else 0))
         if out.size(1):
             y.append(attend(out, k, v))
-        return self.o_proj(torch.cat(y, dim=1).flatten(2))
+        if not y:
+            return h[:, h.size(1) :]
+        y = torch.cat(y, dim=1) if len(y) > 1 else y[0]  # cat would copy a lone tensor too
+        return self.o_proj(y.flatten(2))
 
 
 class MLP(nn.Module):
@@ -513,7 +559,10 @@ class Block(nn.Module):
 
     def forward(self, h, T, T_out, rope, cache=None):
         y = self.attn(self.attn_norm(h), T, T_out, rope, cache)
-        h = h[:, h.size(1) - y.size(1) :] + y  # the last layer goes on with T_out rows
+        return self.feed(h[:, h.size(1) - y.size(1) :], y)  # the last layer goes on with T_out rows
+
+    def feed(self, h, y):
+        h = h + y
         return h + self.mlp(self.mlp_norm(h))
 
 

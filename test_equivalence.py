@@ -5,14 +5,16 @@ Tests that need a GPU are skipped without one.
 """
 
 import itertools
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import model as M
+from fast import fuse, merge_sink
 from model import GPT, GPTConfig, KVCache, apply_rope, attend, attend_masked, attend_torch, visible
-from sample import generate
+from sample import generate, prefill
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -317,20 +319,102 @@ def test_impossible_T_out_and_targets_are_refused():
 
 
 # ------------------------------------------------------------------------------------------------
-# 6. On a GPU. bf16 keeps 8 bits of mantissa: 2e-2 relative is a few roundings.
+# 6. What is faster changes nothing
+
+
+@pytest.mark.parametrize("Tq,S,sink", [(12, 12, 1), (5, 20, 2), (9, 9, 3)])
+def test_sink_keys_merged_into_a_window_equal_attention_over_both(Tq, S, sink):
+    q, k, v = qkv(Tq, S)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, dim=2)) / 8**0.5
+    lse = scores.masked_fill(~visible(Tq, S, 4), -torch.inf).logsumexp(dim=-1)
+    y = merge_sink(attend_masked(q, k, v, 4), lse, q, k[:, :sink], v[:, :sink], 4, S)
+    close(y, attend_masked(q, k, v, 4, sink))
+
+
+@pytest.mark.slow  # the compiler takes most of a minute
+@pytest.mark.parametrize("attention", ["orthros", "full"])
+def test_a_fused_model_prefills_as_a_plain_one(attention):
+    model, idx = tiny(attention=attention, qk_norm=True), tokens(1, 23)
+    with torch.no_grad():
+        want = model(idx, T_out=1)[0]
+        for chunk in (23, 7):
+            got = prefill(fuse(model), idx, KVCache(model.config, 1, 23), chunk)
+            close(got, want)
+
+
+def test_a_broken_flash_attn_is_left_out_with_one_warning(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn/__init__.py").write_text("raise ImportError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(M, "_flash", None)
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.warns(UserWarning, match="undefined symbol"):
+        assert M.load_flash() == {}
+
+
+# ------------------------------------------------------------------------------------------------
+# 7. On a GPU. bf16 keeps 8 bits of mantissa: 2e-2 relative is a few roundings.
+
+
+def near(got, want, tolerance=2e-2):
+    assert got.shape == want.shape
+    assert (got.double() - want.double()).norm() <= tolerance * want.double().norm()
 
 
 @needs_gpu
 @pytest.mark.parametrize("backend", ["torch", "flash"])
 @pytest.mark.parametrize("window,sink,Tq", [(128, 0, 1025), (128, 2, 1025), (None, 0, 300)])
-def test_bf16_backends_stay_near_the_masked_reference(backend, window, sink, Tq):
+def test_bf16_backends_stay_near_the_masked_reference_forward_and_backward(
+    backend, window, sink, Tq
+):
     inputs = [x.detach().cuda() for x in qkv(Tq, 1025, H=4, Hk=2, D=64)]
     exact = [x.double().requires_grad_() for x in inputs]
     rough = [x.bfloat16().requires_grad_() for x in inputs]
     push = torch.randn_like(inputs[0])
     want, got = attend_masked(*exact, window, sink), M.BACKENDS[backend](*rough, window, sink)
-    pairs = [(got, want)]
+    near(got, want)
     want_grads = torch.autograd.grad(want, exact, push.double())
-    pairs += zip(torch.autograd.grad(got, rough, push.bfloat16()), want_grads)
-    for a, b in pairs:
-        assert (a.double() - b).norm() <= 2e-2 * b.norm()
+    for a, b in zip(torch.autograd.grad(got, rough, push.bfloat16()), want_grads):
+        near(a, b)
+
+
+@needs_gpu
+@pytest.mark.parametrize("generation", [2, 4])
+@pytest.mark.parametrize("window,sink", [(128, 0), (128, 1), (128, 4), (None, 0)])
+@pytest.mark.parametrize("Tq,S", [(1025, 1025), (300, 1025), (7, 4000)])
+def test_each_flash_attn_answers_as_the_masked_reference(generation, window, sink, Tq, S):
+    if generation not in M.load_flash():
+        pytest.skip(f"flash-attn {generation} is not installed")
+    inputs = [x.detach().cuda() for x in qkv(Tq, S, H=8, Hk=2, D=128)]
+    got = M.call_flash(generation, *(x.bfloat16() for x in inputs), window, sink)
+    near(got, attend_masked(*inputs, window, sink))
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", ["torch", "flash"])
+@pytest.mark.parametrize("sink", [0, 1])
+@pytest.mark.parametrize("fused", [False, True])
+def test_bf16_prefill_and_decode_stay_near_pretraining(backend, sink, fused, monkeypatch):
+    model = tiny(n_embd=512, head_dim=64, n_head=8, window=64, sink=sink).cuda()
+    idx = tokens(1, 420).cuda()
+    with torch.no_grad():
+        want = model(idx)[0][:, 399:]
+        monkeypatch.setattr(M, "_backend", backend)
+        model.bfloat16()
+        cache = KVCache(model.config, 1, 420, "cuda", torch.bfloat16)
+        got = [prefill(fuse(model) if fused else model, idx[:, :400], cache, 150)]
+        got += [model(idx[:, t : t + 1], cache=cache)[0] for t in range(400, 420)]
+    near(torch.cat(got, dim=1), want, 3e-2)  # rounded weights too, and two layers of roundings
+
+
+@needs_gpu
+def test_a_kernel_that_fails_is_dropped_with_one_warning(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(M, "_flash", {2: broken})
+    q, k, v = (x.detach().cuda().bfloat16() for x in qkv(20, 30))
+    with pytest.warns(UserWarning, match="no kernel image"):
+        got = M.attend_flash(q, k, v, 4)
+    assert torch.equal(got, attend_torch(q, k, v, 4)) and M._flash == {}
