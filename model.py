@@ -259,15 +259,13 @@ def attend_torch(q, k, v, window=None, sink=0):
 def sdpa_causal(q, k, v):
     """Every query sees every key up to its own position."""
     Tq, S = q.size(1), k.size(1)
-    if Tq == 1:
-        return sdpa_grouped(q, k, v)
     if Tq < S and q.device.type != "cuda":  # fused kernels for this shape exist on CUDA alone
-        return sdpa_grouped(q, k, v, visible(Tq, S, device=q.device))
+        return sdpa_grouped(q, k, v, None if Tq == 1 else visible(Tq, S, device=q.device))
     y = F.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)),
         # is_causal counts positions from the first key, so it is right for the square case alone
-        is_causal=Tq == S,
-        attn_mask=None if Tq == S else causal_lower_right(Tq, S),
+        is_causal=1 < Tq == S,
+        attn_mask=causal_lower_right(Tq, S) if 1 < Tq < S else None,
         enable_gqa=q.size(2) != k.size(2),
     )
     return y.transpose(1, 2)
@@ -328,6 +326,7 @@ def load_flash():
                 module = importlib.import_module(name)
                 if hasattr(module, "flash_attn_func"):  # flash_attn alone may be the 4's folder
                     _flash[generation] = module.flash_attn_func
+                warnings.filterwarnings("ignore", "Argument aux_data")  # the 4's compiler, often
             except Exception as error:  # a build for another torch raises almost anything
                 absent = isinstance(error, ModuleNotFoundError)
                 if not absent or (generation == 2 and error.name != "flash_attn"):
@@ -341,11 +340,13 @@ def attend_flash(q, k, v, window=None, sink=0):
     Tq, S = q.size(1), k.size(1)
     if window is not None and S <= window + sink:
         window, sink = None, 0
-    if window is None and Tq in (1, S):
-        return attend_torch(q, k, v)
     flash, why = load_flash(), None
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     traced = torch.compiler.is_compiling()
+    generation = 2 if gradients or traced or 4 not in flash else 4
+    # SDPA is the faster one for a single query, and where all is causal, up to a length with the 4
+    if Tq == 1 or (window is None and Tq == S and (generation == 2 or S <= 8192)):
+        return attend_torch(q, k, v, window, sink)
     if q.device.type != "cuda":
         why = "flash-attn needs an NVIDIA GPU"
     elif q.dtype not in (torch.bfloat16, torch.float16):
@@ -358,9 +359,8 @@ def attend_flash(q, k, v, window=None, sink=0):
         why = "flash-attn-4 is used without gradients only; they need flash-attn 2.x"
     if why:
         warn_once(f"{why}; using the torch backend")
-    if why or (sink and gradients) or (Tq == 1 and window):
+    if why or (sink and gradients):
         return attend_torch(q, k, v, window, sink)
-    generation = 2 if gradients or traced or 4 not in flash else 4
     try:
         return call_flash(generation, q, k, v, window, sink)
     except torch.OutOfMemoryError:
