@@ -23,6 +23,7 @@ Columns
             layer's keys for the first sequence; kernels, the last rows in float32
 """
 
+import gc
 import json
 import os
 import platform
@@ -134,6 +135,7 @@ def check_memory(args, config, device, dtype):
 def build(args, kind, device, dtype):
     """A model with the same random weights for every kind, made on the device."""
     torch.compiler.reset()  # the kinds share code that the compiler specialises for each
+    gc.collect()
     torch.set_default_dtype(dtype)
     torch.manual_seed(args.seed)
     try:
@@ -152,6 +154,7 @@ def config_of(args, kind):
 def reset_peak(device):
     if device.type != "cuda":
         return 0
+    gc.collect()  # a compiled model is in a cycle: else the one before would count
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)

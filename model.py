@@ -246,12 +246,12 @@ def attend_torch(q, k, v, window=None, sink=0):
     if Tq == 1:
         keys, values = (torch.cat((x[:, :sink], x[:, S - window :]), 1) for x in (k, v))
         return sdpa_grouped(q, keys, values)
-    # Queries before position window + sink are causal too. All later ones have a whole window
-    # behind them that touches no sink key, so one small mask serves every block of them.
-    head = max(0, window + sink - (S - Tq))
+    # The first queries see all before them. Every later one has a whole window behind it that
+    # touches no sink key but the last, so one small mask serves every block of them.
+    first = window + max(0, sink - 1)
+    head = max(0, first - (S - Tq))
     y = sdpa_blocked(q[:, head:], k, v, window, sink)
     if head:
-        first = window + sink
         y = torch.cat((sdpa_causal(q[:, :head], k[:, :first], v[:, :first]), y), dim=1)
     return y
 
@@ -284,27 +284,30 @@ def sdpa_grouped(q, k, v, mask=None):
 
 
 def sdpa_blocked(q, k, v, window, sink):
-    """Sliding window in linear time: blocks of b queries, each with its own b + window keys.
+    """Sliding window in linear time: blocks of b queries, each with its own window - 1 + b keys.
 
-    Key columns of a block: the sink keys, the `window` keys before the block, the block's own. Row a
-    sees column c of the last two parts when a < c <= a + window.
+    Key columns of a block: the sink keys, the keys before the block, the block's own. Counted so that
+    the block's own start at 0, row a sees column c of the last two parts when a - window < c <= a.
     """
     B, Tq, H, D = q.shape
     b = min(window, Tq)
     n = -(-Tq // b)
     pad = n * b - Tq  # zero queries at the end, cut off again; their keys are hidden by causality
+    lead = window - 1
+    lead += -(sink + lead + b) % 16  # hidden keys before the window: kernels like such widths
+    start = k.size(1) - Tq - lead  # of the first block's keys; below 0 those are zeros
     q = F.pad(q, (0, 0, 0, 0, 0, pad)).view(B * n, b, H, D)
 
-    def blocks(x):  # (B, S, Hk, D) -> (B * n, sink + window + b, Hk, D)
-        own = F.pad(x[:, x.size(1) - Tq - window :], (0, 0, 0, 0, 0, pad))
-        own = own.unfold(1, window + b, b).movedim(-1, 2)  # (B, n, window + b, Hk, D), a view
+    def blocks(x):  # (B, S, Hk, D) -> (B * n, sink + lead + b, Hk, D)
+        own = F.pad(x[:, max(0, start) :], (0, 0, 0, 0, max(0, -start), pad))
+        own = own.unfold(1, lead + b, b).movedim(-1, 2)  # (B, n, lead + b, Hk, D), a view
         if sink:
             own = torch.cat((x[:, None, :sink].expand(-1, n, -1, -1, -1), own), dim=2)
         return own.flatten(0, 1)
 
     a = torch.arange(b, device=q.device)[:, None]
-    c = torch.arange(-sink, window + b, device=q.device)
-    mask = (c < 0) | ((a < c) & (c <= a + window))
+    c = torch.arange(-sink - lead, b, device=q.device)
+    mask = (c < -lead) | ((a - window < c) & (c <= a))
     y = sdpa_grouped(q, blocks(k), blocks(v), mask)
     return y.reshape(B, n * b, H, D)[:, :Tq]
 
@@ -506,8 +509,13 @@ class OrthrosAttention(nn.Module):
 
         first = N - T_out if self.is_last else 0
         n_out = T_out if self.kind == "orthros" else 0
-        q = self.q_proj(h[:, first:]).view(B, N - first, self.n_head, self.head_dim)
-        base, out = self.q_norm(q).split((N - first - n_out, n_out), dim=1)
+        heads = (self.n_head, self.head_dim)
+        if self.layer == 0 and not self.is_last:  # both streams are still equal: ask once
+            base = self.q_norm(self.q_proj(h[:, :T]).unflatten(-1, heads))
+            out = base[:, T - n_out :]
+        else:
+            q = self.q_norm(self.q_proj(h[:, first:]).unflatten(-1, heads))
+            base, out = q.split((N - first - n_out, n_out), dim=1)
         if "base" in self.streams:
             base = self.alpha_base * base + self.beta_base  # q_i = alpha * (x_i W_Q) + beta
         if "out" in self.streams:
