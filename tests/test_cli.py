@@ -399,6 +399,45 @@ def test_bench_compares_three_kinds_that_agree_with_the_reference(command):
     assert all(row["error"] < 1e-4 and row["limit ms"] > 0 for row in rows)
 
 
+def test_bench_measures_the_attention_alone(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    flags = ["--kernels", "--T=64,96", "--window=8", "--repeats=1", "--chunk=32", "--device=cpu"]
+    call(bench.main, "prefill", *flags, "--out_dir=b")
+    assert "plot" in capsys.readouterr().err and not os.path.exists("b/kernels.png")
+    rows = json.load(open("b/kernels.json"))["rows"]
+    calls = ["window", "window, 1 sink", "full", "one query"]
+    assert [(row["T"], row["call"]) for row in rows] == [(T, c) for T in (64, 96) for c in calls]
+    assert all(row["error"] < 1e-4 and row["ms"] > 0 for row in rows)
+
+
+def test_what_does_not_fit_is_refused_before_it_starts(capsys):
+    for command, lower in (("prefill", "--n_layer or --T"), ("train", "--batch_size")):
+        flags = ["--preset=qwen3-8b", "--T=100000000", "--device=cpu"]
+        message = fails(capsys, bench.main, command, *flags)
+        assert "GiB" in message and lower in message
+
+
+@pytest.mark.parametrize("flags", ["prefill --T=0", "prefill --T=x", "train --kernels", "train --T=1,2",
+                                   "train --T_out=999", "prefill --chunk=0", "prefill --window=0"])  # fmt: skip
+def test_a_wrong_bench_flag_is_one_line_and_exit_code_2(capsys, flags):
+    command, flag = flags.split()
+    assert flag.split("=")[0].lstrip("-") in fails(
+        capsys, bench.main, command, flag, "--device=cpu"
+    )
+
+
+def test_keys_seen_counts_what_the_mask_shows():
+    for Tq, S, window, sink in (
+        (5, 9, None, 0),
+        (9, 9, 4, 2),
+        (3, 20, 4, 2),
+        (7, 9, 3, 0),
+        (0, 4, 2, 0),
+    ):
+        mask = M.visible(Tq, S, window, sink)
+        assert bench.keys_seen(Tq, S, window, sink) == mask.sum()
+
+
 def test_flops_of_a_model_whose_window_hides_nothing_are_those_of_full_attention_and_the_copies():
     shape = dict(n_layer=1, n_head=2, n_embd=8, n_hidden=16, vocab_size=10, window=100)
     full, orthros = (GPTConfig(**shape, attention=kind) for kind in ("full", "orthros"))
