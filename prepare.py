@@ -1,24 +1,40 @@
 """From text to token shards.
 
-    python prepare.py stdlib                                 Python's own standard library, no download
-    python prepare.py FILE|FOLDER... --name=NAME             your own text
-        [--glob='*.py'] [--tokenizer=bytes|gpt2] [--val_fraction=0.05]
+    python prepare.py stdlib                        Python's own standard library, no download
+    python prepare.py PATH... --name=NAME           your own files and folders, - for standard input:
+        [--glob='*.md'] [--field=text]              text, .jsonl, .json, .parquet, and .gz of those
+    python prepare.py openwebtext | fineweb-edu     from the Hugging Face hub, tokenized here
+    python prepare.py hf REPO --files='*.parquet'   any other data set of the hub
+    python prepare.py fineweb10B                    shards that are tokens already
+    python prepare.py info NAME                     what a dataset holds, every shard checked
 
 A dataset is a folder data/NAME of shards train_000000.bin..., val_000000.bin... and a meta.json.
 A shard is the format of llm.c and modded-nanogpt: 256 int32 (magic, version, token count), then the
-tokens as uint16 or uint32, so shards that others published load as they are.
+tokens as uint16 or uint32, so shards that others published load as they are. Work that was
+interrupted goes on with the same command.
 """
 
 import argparse
+import codecs
+import collections
 import difflib
+import fnmatch
 import functools
+import gzip
 import hashlib
+import importlib
 import json
+import math
 import os
 import pathlib
+import re
 import shutil
 import sys
 import sysconfig
+import tempfile
+import unicodedata
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from tqdm import tqdm
@@ -110,13 +126,137 @@ class GPT2Tokenizer:
                 f"({type(error).__name__}); go online once, or point TIKTOKEN_CACHE_DIR (now "
                 f"{cache or 'not set'}) to a folder that tiktoken has filled on another machine"
             ) from error
+        self.words = {END: [self.eot]}  # of encode_documents: word -> ids
 
     def encode(self, text):
-        return np.array(self.encoding.encode_ordinary(clean(text)), dtype=np.uint16)
+        return self.encoding.encode_to_numpy(clean(text), disallowed_special=())
 
     def decode_bytes(self, ids):
         ids = [i for i in ids if i < self.eot]  # end of text, and the padding of a vocabulary
         return b"".join(self.encoding.decode_tokens_bytes(ids))
+
+    def encode_documents(self, parts):
+        """As the function of that name, three times as fast where pyarrow is installed.
+
+        Most words of a text are among a few thousand. So the text is cut into words with numpy, as
+        GPT-2's pattern cuts it; equal words are found with pyarrow; tiktoken encodes each new one.
+        """
+        try:
+            import pyarrow
+        except ImportError:
+            return encode_documents(self, parts)
+        if not parts:
+            return np.zeros(0, dtype=np.uint16)
+        text = "".join(text + END * ends for text, ends in parts)
+        chars, data = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32), text.encode("utf-8")
+        classes = char_classes()[chars]
+        if np.count_nonzero(classes == UNKNOWN) != sum(ends for _, ends in parts):
+            return encode_documents(self, parts)  # characters newer than this Python
+        first = np.flatnonzero(word_starts(chars, classes))  # in characters, then in UTF-8's bytes
+        wide = np.flatnonzero(chars > 0x7F)
+        extra = 1 + (chars[wide] > 0x7FF) + (chars[wide] > 0xFFFF)
+        first += np.append(0, np.cumsum(extra))[np.searchsorted(wide, first)]
+        offsets = np.append(first, len(data)).astype(np.int32)
+        words = [pyarrow.py_buffer(x) for x in (offsets, data)]
+        words = pyarrow.StringArray.from_buffers(len(first), *words).dictionary_encode()
+        unique = words.dictionary.to_pylist()
+        ids = [self.words.get(word) for word in unique]
+        for i, word in enumerate(unique):
+            if ids[i] is None:
+                ids[i] = self.encoding.encode_ordinary(word)
+                if len(word) < 100 and len(self.words) < 2**19:
+                    self.words[word] = ids[i]
+        count = np.fromiter(map(len, ids), dtype=np.int64)
+        flat = np.fromiter((i for word in ids for i in word), dtype=np.uint16)
+        begin, word = np.cumsum(count) - count, words.indices.to_numpy()
+        count = count[word]
+        shift = begin[word] - (np.cumsum(count) - count)  # from place in the text to place in flat
+        return flat[np.repeat(shift, count) + np.arange(count.sum())]
+
+
+END = chr(0x10FFFF)  # stands for the end of a document while words are counted; no text has it
+BLANK, LETTER, NUMBER, OTHER, UNKNOWN = range(5)
+
+
+@functools.cache
+def char_classes():
+    """The class of every character, as GPT-2's pattern sees it: \\s, \\p{L}, \\p{N}, the rest."""
+    classes = np.full(0x110000, OTHER, dtype=np.uint8)
+    kinds = {"L": LETTER, "N": NUMBER}
+    for i in range(0x110000):
+        category = unicodedata.category(chr(i))
+        if category == "Cn":  # not assigned in this Python's Unicode, perhaps in tiktoken's
+            classes[i] = UNKNOWN
+        elif chr(i).isspace() and not 0x1C <= i <= 0x1F:
+            classes[i] = BLANK
+        else:
+            classes[i] = kinds.get(category[0], OTHER)
+    return classes
+
+
+def word_starts(chars, classes):
+    """Where GPT-2's pattern starts a word. chars, classes (n,) -> (n,) bool. The pattern:
+    '(?:[sdmt]|ll|ve|re)| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+$|\\s+(?!\\S)|\\s"""
+    start = np.append(True, classes[1:] != classes[:-1])  # runs of one class
+    blank_before = (classes[:-1] == BLANK) & ((classes[1:] != BLANK) & (classes[1:] != UNKNOWN))
+    after = np.flatnonzero(blank_before) + 1
+    start[after - 1] = True  # the last blank leaves its run...
+    start[after] = chars[after - 1] != ord(" ")  # ...and a space joins what follows
+    quote = np.flatnonzero((chars == ord("'")) & start)
+    a, b = (np.append(chars, [0, 0])[quote + i] for i in (1, 2))
+    short = np.isin(a, list(b"sdmt"))
+    long = ((a == ord("l")) & (b == ord("l"))) | (
+        ((a == ord("v")) | (a == ord("r"))) & (b == ord("e"))
+    )
+    start[quote[short | long] + 1] = False  # 's, 'd, 'm, 't, 'll, 've, 're are words
+    end = np.append(quote[short] + 2, quote[long] + 3)
+    start[end[end < len(chars)]] = True
+    return start
+
+
+class HFTokenizer:
+    """A Hugging Face tokenizer.json. Its end of text is the first of ENDS that it knows."""
+
+    ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+
+    def __init__(self, path):
+        self.name = path
+        try:
+            self.tokenizer = needed("tokenizers", "hf").Tokenizer.from_file(path)
+        except ValueError:
+            raise
+        except Exception as error:  # a plain Exception
+            raise ValueError(f"{path} is not a Hugging Face tokenizer.json: {error}") from error
+        self.tokenizer.encode_special_tokens = True  # text that looks like one stays text
+        ids = self.tokenizer.get_vocab(with_added_tokens=True)
+        ends = [end for end in self.ENDS if end in ids]
+        if not ends:
+            raise ValueError(f"{path} has no end-of-text token; known are {', '.join(self.ENDS)}")
+        self.eot, self.vocab_size = ids[ends[0]], max(ids.values()) + 1
+        self.special = {
+            i for i, t in self.tokenizer.get_added_tokens_decoder().items() if t.special
+        }
+        # byte-level vocabularies write each byte as one printable character, the rest moved up
+        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        hidden = [byte for byte in range(256) if byte not in shown]
+        self.byte_of = {chr(byte): byte for byte in shown}
+        self.byte_of |= {chr(256 + i): byte for i, byte in enumerate(hidden)}
+        self.byte_level = "ByteLevel" in str(json.loads(self.tokenizer.to_str())["decoder"])
+
+    def encode(self, text):
+        ids = self.tokenizer.encode(clean(text), add_special_tokens=False).ids
+        return np.array(ids, dtype=np.uint32)
+
+    def decode_bytes(self, ids):
+        out = bytearray()
+        for token in (self.tokenizer.id_to_token(int(i)) for i in ids if i not in self.special):
+            if token and self.byte_level and all(c in self.byte_of for c in token):
+                out += bytes(self.byte_of[c] for c in token)
+            elif token and re.fullmatch("<0x[0-9A-F]{2}>", token):  # SentencePiece's bytes
+                out.append(int(token[3:5], 16))
+            elif token:
+                out += token.replace("\u2581", " ").encode("utf-8")
+        return bytes(out)
 
 
 TOKENIZERS = {"bytes": ByteTokenizer, "gpt2": GPT2Tokenizer}
@@ -124,14 +264,44 @@ TOKENIZERS = {"bytes": ByteTokenizer, "gpt2": GPT2Tokenizer}
 
 @functools.cache
 def load_tokenizer(name):
-    if name not in TOKENIZERS:
-        raise ValueError(f"tokenizer must be one of {', '.join(TOKENIZERS)}, not '{name}'")
-    return TOKENIZERS[name]()
+    """'bytes', 'gpt2', or the path of a Hugging Face tokenizer.json."""
+    if name in TOKENIZERS:
+        return TOKENIZERS[name]()
+    if not os.path.isfile(name):
+        raise ValueError(
+            f"tokenizer must be {', '.join(TOKENIZERS)} or a tokenizer.json, and '{name}' is no file"
+        )
+    return HFTokenizer(name)
+
+
+def encode_documents(tokenizer, parts):
+    """Token ids of parts [(text, ends), ...], with an end-of-text id where a document ends."""
+    ids = [np.zeros(0, dtype=np.uint16)]
+    for text, ends in parts:
+        ids.append(tokenizer.encode(text))
+        if ends:
+            ids.append([tokenizer.eot])
+    return np.concatenate(ids)
 
 
 def clean(text):
     """Lone surrogates (broken JSON and file names make them) become U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    try:
+        text.encode("utf-8")
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def needed(module, extra):
+    """Import an optional package, or say which extra brings it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.split(".")[0]
+        raise ValueError(
+            f"{package} is needed for this ({error}): pip install -e '.[{extra}]'"
+        ) from error
 
 
 # ------------------------------------------------------------------------------------------------
@@ -153,18 +323,23 @@ def write_atomic(path, write):
 
 
 def write_shard(path, tokens, dtype):
-    """Write token ids to one shard. dtype: 'uint16' or 'uint32'; ids that do not fit raise."""
-    tokens = np.asarray(tokens)
+    """Write token ids, or a list of arrays of them, to one shard.
+
+    dtype: 'uint16' or 'uint32'; ids that do not fit raise a ValueError.
+    """
+    parts = tokens if isinstance(tokens, list) and np.ndim(tokens[0]) else [np.asarray(tokens)]
     if dtype not in FORMATS:
         raise ValueError(f"a shard's dtype must be uint16 or uint32, not '{dtype}'")
-    if tokens.size and not 0 <= tokens.min() <= tokens.max() <= np.iinfo(dtype).max:
-        raise ValueError(f"{path}: token ids up to {tokens.max()} do not fit in {dtype}")
+    for part in parts:
+        if part.size and not 0 <= part.min() <= part.max() <= np.iinfo(dtype).max:
+            raise ValueError(f"{path}: token ids up to {part.max()} do not fit in {dtype}")
     header = np.zeros(HEADER_INTS, dtype="<i4")
-    header[:3] = *FORMATS[dtype], tokens.size
+    header[:3] = *FORMATS[dtype], sum(part.size for part in parts)
 
     def write(file):
         file.write(header.tobytes())
-        tokens.astype(np.dtype(dtype).newbyteorder("<")).tofile(file)
+        for part in parts:
+            file.write(part.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
 
     write_atomic(path, write)
 
@@ -219,124 +394,503 @@ def load_split(name, split, meta):
     for path, shard in zip(paths, shards):
         if meta["dtype"] and shard.dtype != np.dtype(meta["dtype"]):
             raise ValueError(f"{path} holds {shard.dtype}, but meta.json says {meta['dtype']}")
-        biggest = max(int(shard[i : i + 2**24].max()) for i in range(0, len(shard), 2**24))
-        if biggest >= meta["vocab_size"]:
-            raise ValueError(f"{path}: token id {biggest} >= vocab_size {meta['vocab_size']}")
     return shards
 
 
+def check_ids(path, shard, meta):
+    """Every token id must be in the vocabulary."""
+    biggest = max(int(shard[i : i + 2**24].max()) for i in range(0, len(shard), 2**24))
+    if biggest >= meta["vocab_size"]:
+        raise ValueError(f"{path}: token id {biggest} >= vocab_size {meta['vocab_size']}")
+
+
 # ------------------------------------------------------------------------------------------------
-# Local text
+# Reading documents. A document arrives in parts, so that no text is too long for memory:
+# (share of the file read so far, text, whether the document ends with it). Text None: a bad record.
+
+PART = 2**20  # characters
+BATCH = 2**22  # characters a thread tokenizes at a time: more words are equal, fewer are looked up
+
+
+def read_documents(path, field, skip_bad):
+    """Parts of all documents of one file, by what its name ends in. Empty documents are left out."""
+    path = str(path)
+    packed, size = path.endswith(".gz"), 0 if path == "-" else os.path.getsize(path)
+    kind = os.path.splitext(path.removesuffix(".gz"))[1].lower()
+    try:
+        with sys.stdin.buffer if path == "-" else open(path, "rb") as raw:
+            file = gzip.open(raw) if packed else raw
+            done = lambda: raw.tell() / size if size else 0.0
+            if kind not in READERS:
+                for text, ends in cut(decoded(file)):
+                    yield done(), text, ends
+                return
+            for share, where, record in READERS[kind](file, done, field):
+                problem = wrong(record, field)
+                if problem and not skip_bad:
+                    raise ValueError(f"{path}, {where}: {problem}; --skip_bad goes on without it")
+                for text, ends in [(None, True)] if problem else cut([record[field] or ""]):
+                    yield share, text, ends
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        if not skip_bad:
+            raise ValueError(f"{path} is damaged: {error}; --skip_bad goes on") from error
+        yield 1.0, None, True
+
+
+def wrong(record, field):
+    """Why a record cannot be used, or None."""
+    if isinstance(record, Exception):
+        return str(record)
+    if not isinstance(record, dict):
+        return f"a record is {type(record).__name__}, not an object with fields"
+    if field not in record:
+        return f"no field '{field}' (--field); there are: {', '.join(record) or 'none'}"
+    if not isinstance(record[field], str | None):
+        return f"the field '{field}' is {type(record[field]).__name__}, not text"
+
+
+def decoded(file):
+    """Blocks of a text file. Bytes that are not UTF-8 become U+FFFD; line ends stay as they are."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    while block := file.read(PART):
+        yield decoder.decode(block)
+    yield decoder.decode(b"", final=True)
+
+
+def cut(blocks):
+    """(part, ends) of one document from consecutive strings. Cuts lie between a letter or digit and
+    a space, where no tokenizer has a token, unless a stretch without spaces is too long."""
+    held = ""
+    for block in blocks:
+        held += clean(block)
+        while len(held) > 2 * PART:
+            space = re.compile(r"[^\W_](?=[ \n])").search(held, PART, 2 * PART)
+            end = space.end() if space else 2 * PART
+            yield held[:end], False
+            held = held[end:]
+    if held:
+        yield held, True
+
+
+# Readers of records: (share of the file read, where in it, the record or what is wrong with it)
+
+
+def json_lines(file, done, field):
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                record = error
+            yield done(), f"line {number}", record
+
+
+def json_values(file, done, field):
+    """Objects one after the other, or in one array, read as they come."""
+    decoder, between, held, number = json.JSONDecoder(), re.compile(r"[\s\ufeff,\[\]]*"), "", 0
+    for block in decoded(file):
+        held, at = held + block, 0
+        while (at := between.match(held, at).end()) < len(held):
+            try:
+                record, at = decoder.raw_decode(held, at)
+            except (ValueError, RecursionError):
+                break  # not yet whole, or broken
+            number += 1
+            yield done(), f"value {number}", record
+        held = held[at:]
+        if len(held) > 2**28:
+            break
+    if held:
+        yield 1.0, f"value {number + 1}", ValueError("not valid JSON from here on")
+
+
+def parquet_rows(file, done, field):
+    pyarrow, parquet = needed("pyarrow", "data"), needed("pyarrow.parquet", "data")
+    try:
+        with tempfile.TemporaryFile() as whole:  # a packed one, since parquet is read from its end
+            if isinstance(file, gzip.GzipFile):
+                shutil.copyfileobj(file, whole)
+                file = whole
+            table = parquet.ParquetFile(file, pre_buffer=False)
+            rows, row = table.metadata.num_rows, 0
+            names = table.schema_arrow.names
+            if field not in names:
+                yield 1.0, "its columns", dict.fromkeys(names)
+                return
+            for batch in table.iter_batches(batch_size=256, columns=[field]):
+                for value in batch.column(0).to_pylist():
+                    row += 1
+                    yield row / rows, f"row {row}", {field: value}
+    except (pyarrow.ArrowException, OSError) as error:
+        yield 1.0, "its structure", ValueError(f"not a whole parquet file ({error})")
+
+
+READERS = {
+    ".jsonl": json_lines,
+    ".ndjson": json_lines,
+    ".json": json_values,
+    ".parquet": parquet_rows,
+}
+
+
+# ------------------------------------------------------------------------------------------------
+# Where files come from: (name, bytes, a function that returns the path on this machine)
 
 
 def stdlib_files():
-    """The standard library's own .py files, sorted; no tests, nothing that was installed."""
+    """The standard library's own .py files; no tests, nothing that was installed."""
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     files = [p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts)]
-    return root, files
+    return [(p.relative_to(root).as_posix(), p.stat().st_size, lambda p=p: p) for p in files]
 
 
-def find_files(paths, pattern):
+def local_files(paths, pattern):
     """Every file named, and every file in a folder named that matches the pattern."""
     files = []
     for path in map(pathlib.Path, paths):
-        if not path.exists():
+        if str(path) == "-":
+            files.append(path)
+        elif not path.exists():
             raise ValueError(f"no such file or folder: {path}")
-        files += [f for f in path.rglob(pattern) if f.is_file()] if path.is_dir() else [path]
+        else:
+            files += [f for f in path.rglob(pattern) if f.is_file()] if path.is_dir() else [path]
     if not files:
-        raise ValueError(f"no file matches '{pattern}' in {', '.join(map(str, paths))}")
-    return files
+        raise ValueError(f"no file matches --glob='{pattern}' in {', '.join(map(str, paths))}")
+    size = lambda p: 0 if str(p) == "-" else p.stat().st_size
+    return [(p.as_posix(), size(p), lambda p=p: p) for p in dict.fromkeys(files)]
 
 
-def prepare(name, documents, tokenizer, source, val_fraction, shard_tokens=10**8):
-    """Tokenize documents (key, path) into data/NAME. Same bytes in, same shards out.
+def hub_files(repo, pattern, num_shards=None, folder=None):
+    """Files of a data set on the Hugging Face hub, or of its copy in the hub's cache when offline.
+
+    A file is downloaded when its turn comes, into that cache or into `folder`.
+    """
+    hub = needed("huggingface_hub", "data")
+    first_line = lambda error: f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    try:
+        tree = hub.HfApi().list_repo_tree(repo, repo_type="dataset", recursive=True)
+        found = {entry.path: getattr(entry, "size", None) for entry in tree}
+        found = {path: size for path, size in found.items() if size is not None}
+    except Exception as error:  # no network, no such repository, not allowed: all kinds
+        try:
+            cache = hub.snapshot_download(repo, repo_type="dataset", local_files_only=True)
+        except Exception:
+            raise OSError(
+                f"cannot list {repo} on the Hugging Face hub, and it is not in the cache "
+                f"({first_line(error)})"
+            ) from error
+        paths = [p for p in pathlib.Path(cache).rglob("*") if p.is_file()]
+        found = {p.relative_to(cache).as_posix(): p.stat().st_size for p in paths}
+    names = sorted(path for path in found if fnmatch.fnmatch(path, pattern))[:num_shards]
+    if not names:
+        some = ", ".join(sorted(found)[:5]) or "nothing"
+        raise ValueError(f"{repo} has no file that matches --files='{pattern}'; it has {some}...")
+
+    def fetch(name):
+        try:
+            return hub.hf_hub_download(repo, name, repo_type="dataset", local_dir=folder)
+        except Exception as error:
+            raise OSError(f"{repo}/{name} was not downloaded ({first_line(error)})") from error
+
+    return [(name, found[name], functools.partial(fetch, name)) for name in names]
+
+
+# ------------------------------------------------------------------------------------------------
+# From documents to a dataset
+
+
+def prepare(name, files, tokenizer, source, val_fraction, field="text", skip_bad=False,
+            max_tokens=None, shard_tokens=10**8):  # fmt: skip
+    """Tokenize all documents of files [(name, bytes, fetch)] into data/NAME, in the files' order.
 
     A document goes to the validation split by the hash of its text, so adding or reordering others
-    never moves it. An older dataset of that name is replaced when the new one is whole.
+    never moves it. Shards grow in data/NAME.tmp, and with each one the place in the input is noted
+    there: the same command goes on from it and gives the same bytes. An older dataset of that name
+    is replaced when the new one is whole.
     """
     final, folder = pathlib.Path(DATA_DIR, name), pathlib.Path(DATA_DIR, f"{name}.tmp")
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
-    folder.mkdir(parents=True)
+    files = sorted(files)
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    waiting, n_waiting = {"train": [], "val": []}, {"train": 0, "val": 0}
-    counts, n_documents = {"train": 0, "val": 0}, 0
+    settings = [[[n, size] for n, size, _ in files], tokenizer.name, val_fraction, field, max_tokens,
+                shard_tokens]  # fmt: skip
+    state = load_progress(folder, settings)
+    check_space(files, tokenizer, dtype, max_tokens, state)
+    waiting, counts = {"train": [], "val": []}, state["tokens"]
+    n_waiting = dict.fromkeys(waiting, 0)
 
-    def flush(split):
-        if waiting[split]:
-            number = len(list(folder.glob(f"{split}_*.bin")))
-            tokens = np.concatenate(waiting[split])
-            write_shard(str(folder / f"{split}_{number:06d}.bin"), tokens, dtype)
-            counts[split] += len(tokens)
-            waiting[split].clear()
-            n_waiting[split] = 0
+    def flush(place):
+        for split, parts in waiting.items():
+            if n_waiting[split]:
+                write_shard(str(folder / f"{split}_{state['shards']:06d}.bin"), parts, dtype)
+            counts[split] += n_waiting[split]
+            waiting[split], n_waiting[split] = [], 0
+        state.update(place, shards=state["shards"] + 1)
+        write_json(folder / "progress.json", {"settings": settings, "state": state})
 
+    sys.setswitchinterval(1e-4)  # threads that use numpy give each other the interpreter often
+    encode = getattr(tokenizer, "encode_documents", functools.partial(encode_documents, tokenizer))
+    total, workers = sum(size for _, size, _ in files), min(os.cpu_count(), 8)
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        for _, path in tqdm(sorted(documents), desc="tokenizing", unit="file", disable=None):
-            # newlines are kept as they are; bytes that are not UTF-8 become U+FFFD
-            text = path.read_bytes().decode("utf-8", "replace")
-            if not text:
-                continue
-            n_documents += 1
-            digest = hashlib.sha256(text.encode("utf-8")).digest()
-            is_val = int.from_bytes(digest[:8], "big") < val_fraction * 2**64
-            split = "val" if is_val else "train"
-            ids = np.append(tokenizer.encode(text).astype(dtype), np.array(tokenizer.eot, dtype))
-            waiting[split].append(ids)
-            n_waiting[split] += len(ids)
-            if n_waiting[split] >= shard_tokens:
-                flush(split)
-        for split in waiting:
-            flush(split)
+        with (
+            ThreadPoolExecutor(workers) as pool,
+            tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", disable=None) as bar,
+        ):
+            work = batches(files, state, val_fraction, field, skip_bad)
+            place = {}
+            for ids, place in in_order(pool, encode, work, workers + 1):
+                for split in waiting:
+                    waiting[split].append(ids[split].astype(dtype))
+                    n_waiting[split] += len(ids[split])
+                so_far = sum(counts.values()) + sum(n_waiting.values())
+                bar.update(place.pop("bytes") - bar.n)
+                bar.set_postfix_str(f"{place['documents']:,} documents, {so_far:,} tokens")
+                if max_tokens and so_far >= max_tokens:
+                    break
+                if max(n_waiting.values()) >= shard_tokens:
+                    flush(place)
+        if place:
+            flush(place)
+        if state["documents"] == 1 and not counts["val"]:
+            split_tail(folder, dtype, val_fraction, counts)
         if not all(counts.values()):
-            empty = next(s for s, n in counts.items() if not n)
+            empty = "train" if not counts["train"] else "val"
             raise ValueError(
-                f"the {empty} split is empty: {n_documents} documents with text are too few for "
-                f"--val_fraction={val_fraction}; give more files, or another fraction"
+                f"the {empty} split is empty: {state['documents']} documents with text are too few "
+                f"for --val_fraction={val_fraction}; give more files, or another fraction"
             )
-        meta = {
-            "tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
-            "dtype": dtype, "tokens": counts, "documents": n_documents, "source": source,
-        }  # fmt: skip
-        text = json.dumps(meta, indent=2, ensure_ascii=False).encode("utf-8")
-        write_atomic(str(folder / "meta.json"), lambda file: file.write(text))
-        shutil.rmtree(final, ignore_errors=True)
-        folder.rename(final)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    print(f"{final}: {counts['train']:,} training and {counts['val']:,} validation tokens")
+        finish(final, folder, tokenizer, dtype, source, state)
+    except BaseException:
+        if state["shards"] == 0 or not (folder / "progress.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def load_progress(folder, settings):
+    """Where an interrupted run with the same settings stopped, or the beginning."""
+    begin = {"file": 0, "part": 0, "documents": 0, "bad": 0, "shards": 0,
+             "tokens": {"train": 0, "val": 0}}  # fmt: skip
+    try:
+        saved = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
+        if saved["settings"] == json.loads(json.dumps(settings)):
+            print(f"going on after {saved['state']['documents']:,} documents of {folder}")
+            return saved["state"]
+    except (OSError, ValueError, KeyError):
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    return begin
+
+
+def check_space(files, tokenizer, dtype, max_tokens, state):
+    """Say what will be read and written; a ValueError if there is no room for it."""
+    size = sum(n * (2 if name.endswith((".parquet", ".gz")) else 1) for name, n, _ in files)
+    tokens = size if tokenizer.name == "bytes" else size / 4  # English; code has more
+    need = min(tokens, max_tokens or math.inf) * np.dtype(dtype).itemsize
+    os.makedirs(DATA_DIR, exist_ok=True)
+    free = shutil.disk_usage(DATA_DIR).free
+    read = sum(n for _, n, _ in files)
+    print(f"{len(files):,} files, {read / 1e6:,.1f} MB; the shards will take about "
+          f"{need / 1e6:,.1f} MB; {free / 1e9:,.1f} GB are free")  # fmt: skip
+    if need > free and not state["shards"]:
+        raise ValueError(f"about {need / 1e9:,.1f} GB are needed in {DATA_DIR}, {free / 1e9:,.1f} GB "
+                         f"are free; take a part with --max_tokens or --num_shards")  # fmt: skip
+
+
+def batches(files, state, val_fraction, field, skip_bad):
+    """Yield ({split: [(text, ends), ...]}, place in the input after it) from `state` on."""
+    start, skip = state["file"], state["part"]
+    place = {"documents": state["documents"], "bad": state["bad"]}
+    batch, size = {"train": [], "val": []}, 0
+    before = sum(n for _, n, _ in files[:start])
+    for number, (_, n_bytes, fetch) in enumerate(files[start:], start):
+        split = None
+        for part, (share, text, ends) in enumerate(read_documents(fetch(), field, skip_bad), 1):
+            if split is None and text is not None:
+                digest = hashlib.sha256(text.encode("utf-8")).digest()
+                is_val = int.from_bytes(digest[:8], "big") < val_fraction * 2**64
+                split = "val" if is_val else "train"
+            if number > start or part > skip:
+                place["bad" if text is None else "documents"] += ends
+                if text is not None:
+                    batch[split].append((text, ends))
+                    size += len(text)
+                place |= {"file": number, "part": part, "bytes": int(before + share * n_bytes)}
+                if size >= BATCH:
+                    yield batch, place.copy()
+                    batch, size = {"train": [], "val": []}, 0
+            split = None if ends else split
+        before += n_bytes
+    if "file" in place:
+        yield batch, place | {"bytes": before}
+
+
+def in_order(pool, encode, work, ahead):
+    """encode() of each split of each batch on all cores, in the order of the input."""
+    both = lambda batch: {split: encode(parts) for split, parts in batch.items()}
+    pending = collections.deque()
+    for batch, place in work:
+        pending.append((pool.submit(both, batch), place))
+        if len(pending) > ahead:
+            future, place = pending.popleft()
+            yield future.result(), place
+    for future, place in pending:
+        yield future.result(), place
+
+
+def split_tail(folder, dtype, val_fraction, counts):
+    """A lone document cannot be in both splits whole: the end of its last shard validates."""
+    path = max(folder.glob("train_*.bin"))
+    tokens = np.array(read_shard(str(path)))
+    n = max(1, int(len(tokens) * val_fraction))
+    write_shard(str(folder / "val_000000.bin"), tokens[-n:], dtype)
+    write_shard(str(path), tokens[:-n], dtype)
+    counts["train"], counts["val"] = counts["train"] - n, n
+
+
+def finish(final, folder, tokenizer, dtype, source, state):
+    """Write meta.json, and let the folder take the place of an older one."""
+    name = tokenizer.name
+    if os.path.isfile(name):  # the dataset carries its tokenizer
+        shutil.copyfile(name, folder / "tokenizer.json")
+        name = (final / "tokenizer.json").as_posix()
+    write_json(folder / "meta.json", {
+        "tokenizer": name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
+        "dtype": dtype, "tokens": state["tokens"], "documents": state["documents"],
+        "skipped": state["bad"], "source": source,
+    })  # fmt: skip
+    (folder / "progress.json").unlink(missing_ok=True)
+    shutil.rmtree(final, ignore_errors=True)
+    folder.rename(final)
+    skipped = f"; {state['bad']:,} bad records skipped" if state["bad"] else ""
+    print(f"{final}: {state['tokens']['train']:,} training and {state['tokens']['val']:,} validation "
+          f"tokens of {state['documents']:,} documents{skipped}")  # fmt: skip
+
+
+def write_json(path, value):
+    text = json.dumps(value, indent=2, ensure_ascii=False).encode("utf-8")
+    write_atomic(str(path), lambda file: file.write(text))
 
 
 def prepare_stdlib():
     """The default dataset: nothing to download, a few seconds."""
-    root, files = stdlib_files()
-    documents = [(f.relative_to(root).as_posix(), f) for f in files]
     source = f"Python {sys.version.split()[0]} standard library"
-    prepare("stdlib", documents, load_tokenizer("bytes"), source, val_fraction=0.05)
+    prepare("stdlib", stdlib_files(), load_tokenizer("bytes"), source, val_fraction=0.05)
+
+
+def download_fineweb10B(name, num_shards):
+    """Shards that are tokens already, as published for modded-nanogpt: the validation shard and the
+    first `num_shards` of training, 100M tokens each. Those that are here and whole stay."""
+    folder = pathlib.Path(DATA_DIR, name)
+    files = hub_files("kjj0/fineweb10B-gpt2", "*.bin", folder=str(folder))
+    files = [f for f in files if "val" in f[0]] + [f for f in files if "train" in f[0]][:num_shards]
+    missing = []
+    for file in files:
+        try:
+            read_shard(str(folder / file[0]))
+        except (ValueError, OSError):
+            missing.append(file)
+    size, free = sum(n for _, n, _ in missing), shutil.disk_usage(".").free
+    print(f"{len(missing)} of {len(files)} shards to download, {size / 1e9:,.1f} GB; "
+          f"{free / 1e9:,.1f} GB are free")  # fmt: skip
+    if size > free:
+        raise ValueError(f"{size / 1e9:,.1f} GB do not fit; take fewer with --num_shards")
+    for _, _, fetch in tqdm(missing, desc="downloading", unit="shard", disable=None):
+        read_shard(fetch())
+    counts = {"train": 0, "val": 0}
+    for file, _, _ in files:
+        counts["val" if "val" in file else "train"] += len(read_shard(str(folder / file)))
+    write_json(folder / "meta.json", {
+        "tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "dtype": "uint16", "tokens": counts,
+        "source": "kjj0/fineweb10B-gpt2",
+    })  # fmt: skip
+    print(f"{folder}: {counts['train']:,} training and {counts['val']:,} validation tokens")
+
+
+def info(name, show=3):
+    """Print what data/NAME holds, and check every shard whole. A bad one is a ValueError."""
+    name = os.path.basename(os.path.normpath(name))
+    meta = load_meta(name)
+    print("\n".join(f"{key:12}{value}" for key, value in meta.items()))
+    broken = []
+    for split in ("train", "val"):
+        for path in sorted(pathlib.Path(DATA_DIR, name).glob(f"*{split}*.bin")):
+            try:
+                shard = read_shard(str(path))
+                check_ids(path, shard, meta)
+                print(f"{path.name:32}{len(shard):>16,} tokens  {shard.dtype}  "
+                      f"{path.stat().st_size / 1e6:>10,.1f} MB  whole")  # fmt: skip
+            except ValueError as error:
+                broken.append(str(error))
+                print(f"{path.name:32}{error}")
+    if broken:
+        raise ValueError(f"{len(broken)} shards are broken, the first: {broken[0]}")
+    tokenizer, tokens = (
+        load_tokenizer(meta["tokenizer"]),
+        load_split(name, "val", meta)[0][:100_000],
+    )
+    ends = np.flatnonzero(tokens == tokenizer.eot)[:show]
+    starts = np.append(0, ends + 1)
+    for start in starts[starts < len(tokens)][:show]:
+        text = tokenizer.decode_bytes(tokens[start : start + 200].tolist()).decode(
+            "utf-8", "replace"
+        )
+        print(f"\n--- a validation document\n{text}")
 
 
 def main():
     parser = Parser(__doc__)
-    parser.add_argument("source", nargs="+", help="'stdlib', or files and folders of text")
-    parser.add_argument("--name", help="the dataset becomes data/NAME")
-    parser.add_argument("--glob", default="*.txt", help="which files of a folder (default *.txt)")
-    parser.add_argument("--tokenizer", default="bytes", help="bytes or gpt2 (default bytes)")
-    parser.add_argument(
-        "--val_fraction", type=float, default=0.05,
-        help="share of documents held out for validation (default 0.05)",
-    )  # fmt: skip
+    add = parser.add_argument
+    add("source", nargs="+", help="stdlib, openwebtext, fineweb-edu, fineweb10B, hf REPO, info NAME, "
+        "or files and folders (./stdlib for a folder of that name)")  # fmt: skip
+    add("--name", help="the dataset becomes data/NAME (default for the hub: the data set's)")
+    add("--glob", default="*.txt", help="which files of a folder (default *.txt)")
+    add("--files", default="*.parquet", help="which files of hf REPO (default *.parquet)")
+    add("--field", default="text", help="field or column that holds the text (default text)")
+    add("--tokenizer", help="bytes, gpt2 or a tokenizer.json (default bytes; gpt2 for the hub)")
+    add("--val_fraction", type=float, help="share of documents held out for validation (default "
+        "0.05; 0.0005 for the hub)")  # fmt: skip
+    add("--num_shards", type=int, help="only the first N files of the hub's data set")
+    add("--max_tokens", type=int, help="stop after about N tokens")
+    add("--skip_bad", action="store_true", help="leave out and count what cannot be read")
     args = parser.parse_args()
-    if args.source == ["stdlib"]:
-        return prepare_stdlib()
-    if not args.name or os.path.basename(args.name) != args.name or args.name in (".", ".."):
-        raise ValueError(
-            f"--name must be a plain folder name, as in --name=mine, not {args.name!r}"
-        )
-    if not 0 < args.val_fraction < 1:
+    command, *rest = args.source
+    for flag in ("num_shards", "max_tokens"):
+        if getattr(args, flag) is not None and getattr(args, flag) < 1:
+            raise ValueError(f"--{flag} must be at least 1, not {getattr(args, flag)}")
+    if args.val_fraction is not None and not 0 < args.val_fraction < 1:
         raise ValueError(f"--val_fraction must be between 0 and 1, not {args.val_fraction}")
-    tokenizer = load_tokenizer(args.tokenizer)
-    documents = [(f.as_posix(), f) for f in find_files(args.source, args.glob)]
-    prepare(args.name, documents, tokenizer, " ".join(args.source), args.val_fraction)
+    single = command in (*CORPORA, "stdlib", "fineweb10B")
+    if (single and rest) or (command in ("hf", "info") and len(rest) != 1):
+        takes = "one name" if command in ("hf", "info") else "nothing"
+        raise ValueError(f"{command} takes {takes} after it, not {' '.join(rest) or 'nothing'}")
+    if command == "stdlib":
+        return prepare_stdlib()
+    if command == "info":
+        return info(rest[0])
+    hub = single or command == "hf"
+    name = args.name or (command if single else rest[0].split("/")[-1] if hub else None)
+    if not name or os.path.basename(name) != name or name in (".", ".."):
+        raise ValueError(f"--name must be a plain folder name, as in --name=mine, not {name!r}")
+    if command == "fineweb10B":
+        return download_fineweb10B(name, args.num_shards)
+    if hub:
+        repo, pattern = CORPORA.get(command) or (rest[0], args.files)
+        files, source = hub_files(repo, pattern, args.num_shards), f"{repo} {pattern}"
+    else:
+        files, source = local_files(args.source, args.glob), " ".join(args.source)
+    tokenizer = load_tokenizer(args.tokenizer or ("gpt2" if hub else "bytes"))
+    val_fraction = args.val_fraction or (HUB_VAL_FRACTION if hub else 0.05)
+    prepare(
+        name, files, tokenizer, source, val_fraction, args.field, args.skip_bad, args.max_tokens
+    )
+
+
+HUB_VAL_FRACTION = 0.0005  # millions of documents: a few thousand of them are enough
+CORPORA = {
+    "openwebtext": ("Skylion007/openwebtext", "plain_text/*.parquet"),
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample/10BT/*.parquet"),
+}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
 
 import numpy as np
@@ -52,45 +53,88 @@ RECIPES = {
 # Data
 
 
-def read_window(shards, start, n):
-    """n tokens from position `start` of the shards read as one long stream, as int64."""
-    parts = []
-    for shard in shards:
-        if start < len(shard) and n > 0:
-            parts.append(shard[start : start + n].astype(np.int64))
-            n -= len(parts[-1])
-        start = max(0, start - len(shard))
-    return np.concatenate(parts)
+def parse_mix(text):
+    """'a' or 'a:3,b:1' -> names ['a', 'b'], shares [0.75, 0.25]."""
+    names, weights = [], []
+    for item in text.split(","):
+        name, _, weight = item.partition(":")
+        names.append(name)
+        try:
+            weights.append(float(weight or 1))
+        except ValueError:
+            raise ValueError(
+                f"--dataset: the weight of {name} must be a number, not '{weight}'"
+            ) from None
+    if not all(0 < w < math.inf for w in weights):
+        raise ValueError(f"--dataset: weights must be above 0, as in owt:3,code:1, not '{text}'")
+    return names, np.array(weights) / sum(weights)
 
 
 class TextData:
-    """Windows of a dataset's shards. Training batches depend on (seed, step, micro-batch) alone,
-    validation windows on nothing but their number."""
+    """Windows of a dataset's shards, or of several datasets mixed by weight.
 
-    def __init__(self, name, T):
-        self.meta, self.T = load_meta(name), T
-        self.shards = {split: load_split(name, split, self.meta) for split in ("train", "val")}
-        self.length = {split: sum(map(len, s)) for split, s in self.shards.items()}
-        for split, length in self.length.items():
-            if length < T + 1:
+    Training batches depend on (seed, step, micro-batch) alone, validation windows on nothing but
+    their number.
+    """
+
+    def __init__(self, dataset, T):
+        self.names, self.shares = parse_mix(dataset)
+        self.T, metas = T, [load_meta(name) for name in self.names]
+        self.meta = metas[0] | {"vocab_size": max(meta["vocab_size"] for meta in metas)}
+        for name, meta in zip(self.names, metas):
+            if meta["tokenizer"] != metas[0]["tokenizer"]:
                 raise ValueError(
-                    f"{DATA_DIR}/{name}: the {split} split has {length} tokens, but one block needs "
-                    f"block_size + 1 = {T + 1}; lower --block_size or prepare more text"
+                    f"{name} was made with the tokenizer {meta['tokenizer']}, but {self.names[0]} with "
+                    f"{metas[0]['tokenizer']}: they cannot be mixed"
                 )
+        self.shards, self.ends = {}, {}
+        for split in ("train", "val"):
+            self.shards[split] = [load_split(n, split, m) for n, m in zip(self.names, metas)]
+            self.ends[split] = [np.cumsum([len(x) for x in s]) for s in self.shards[split]]
+            for name, ends in zip(self.names, self.ends[split]):
+                if ends[-1] < T + 1:
+                    raise ValueError(
+                        f"{DATA_DIR}/{name}: the {split} split has {ends[-1]} tokens, but one block "
+                        f"needs block_size + 1 = {T + 1}; lower --block_size or prepare more text"
+                    )
 
-    def windows(self, split, starts):
-        both = np.stack([read_window(self.shards[split], s, self.T + 1) for s in starts])
+    def window(self, split, which, start):
+        """T + 1 tokens from `start` of a dataset's shards, read as one long stream."""
+        shards, ends = self.shards[split][which], self.ends[split][which]
+        i = np.searchsorted(ends, start, side="right")
+        start -= ends[i] - len(shards[i])
+        tokens = shards[i][start : start + self.T + 1].astype(np.int64)
+        while len(tokens) <= self.T:  # a window that crosses into the next shard
+            i += 1
+            more = shards[i][: self.T + 1 - len(tokens)].astype(np.int64)
+            tokens = np.concatenate((tokens, more))
+        if tokens.max() >= self.meta["vocab_size"]:
+            raise ValueError(
+                f"{DATA_DIR}/{self.names[which]}: token id {tokens.max()} >= vocab_size "
+                f"{self.meta['vocab_size']}; prepare.py info {self.names[which]} names the shard"
+            )
+        return tokens
+
+    def windows(self, split, which, starts):
+        both = np.stack([self.window(split, w, s) for w, s in zip(which, starts)])
         both = torch.from_numpy(both)
         return both[:, :-1], both[:, 1:].contiguous()
 
     def train_batch(self, B, seed, step, m):
         rng = np.random.default_rng((seed, step, m))
-        return self.windows("train", rng.integers(self.length["train"] - self.T, size=B))
+        several = len(self.names) > 1
+        which = rng.choice(len(self.names), size=B, p=self.shares) if several else np.zeros(B, int)
+        lengths = np.array([ends[-1] for ends in self.ends["train"]])
+        return self.windows("train", which, rng.integers(lengths[which] - self.T))
 
     def val_batches(self, B, n_windows):
-        starts = np.linspace(0, self.length["val"] - self.T - 1, n_windows).astype(np.int64)
-        for i in range(0, n_windows, B):
-            yield self.windows("val", starts[i : i + B])
+        places = []
+        for which, (share, ends) in enumerate(zip(self.shares, self.ends["val"])):
+            n = max(1, round(share * n_windows))
+            starts = np.linspace(0, ends[-1] - self.T - 1, n).astype(np.int64)
+            places += [(which, start) for start in starts]
+        for i in range(0, len(places), B):
+            yield self.windows("val", *zip(*places[i : i + B]))
 
 
 class RecallData:
@@ -187,10 +231,30 @@ def backward(model, scaler, batches, device):
     return loss
 
 
+def load_ahead(data, args, step, device):
+    """Yield the micro-batches of each step. A thread reads the next step's while this one runs."""
+
+    def load(step):
+        micro = range(args.gradient_accumulation_steps)
+        batches = [data.train_batch(args.batch_size, args.seed, step, m) for m in micro]
+        if device.type == "cuda":  # from pinned memory the copy runs beside the computation
+            batches = [(x.pin_memory(), y.pin_memory()) for x, y in batches]
+        return batches
+
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(load, step)
+        while True:
+            batches = coming.result()
+            step += 1
+            coming = pool.submit(load, step)
+            yield batches
+
+
 def build_parser():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--dataset", default="stdlib", help="a folder of data/, or recall (default stdlib)")
+    add("--dataset", default="stdlib", help="a folder of data/, several with weights as in "
+        "owt:3,code:1, or recall (default stdlib)")  # fmt: skip
     add("--preset", default="laptop", help=f"model shape: {', '.join(PRESETS)} (default laptop)")
     add("--out_dir", default="out", help="folder of ckpt.pt and log.jsonl (default out)")
     add("--init_from", default="scratch", help="scratch, or resume (from out_dir)")
@@ -271,14 +335,15 @@ def open_data(args):
         return RecallData(config), config
     if args.dataset == "stdlib" and not os.path.exists(f"{DATA_DIR}/stdlib/meta.json"):
         prepare_stdlib()
-    needed = load_meta(args.dataset)["vocab_size"]
-    given.setdefault("vocab_size", needed)
+    data = TextData(args.dataset, given["block_size"])
+    given.setdefault("vocab_size", data.meta["vocab_size"])
     config = GPTConfig(**given)
-    if config.vocab_size < needed:
+    if config.vocab_size < data.meta["vocab_size"]:
         raise ValueError(
-            f"vocab_size {config.vocab_size} is too small for {args.dataset}, which needs {needed}"
+            f"vocab_size {config.vocab_size} is too small for {args.dataset}, which needs "
+            f"{data.meta['vocab_size']}"
         )
-    return TextData(args.dataset, config.block_size), config
+    return data, config
 
 
 def closing_sample(model, data, device):
@@ -334,8 +399,8 @@ def main(argv=None):
             "args": vars(args),
         })  # fmt: skip
 
-    micro = args.gradient_accumulation_steps
-    tokens_per_step = micro * args.batch_size * config.block_size
+    tokens_per_step = args.gradient_accumulation_steps * args.batch_size * config.block_size
+    coming = load_ahead(data, args, step, device)
     started, first, saved = time.time(), step, step if checkpoint else None
     try:
         while step < args.max_iters:
@@ -343,8 +408,7 @@ def main(argv=None):
             lr = learning_rate(step, args)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            batches = [data.train_batch(args.batch_size, args.seed, step, m) for m in range(micro)]
-            loss = backward(forward, scaler, batches, device)
+            loss = backward(forward, scaler, next(coming), device)
             scaler.unscale_(optimizer)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
             scaler.step(optimizer)

@@ -211,11 +211,11 @@ def test_evaluating_more_often_changes_no_training_batch(text):
 def test_validation_does_not_move_with_batch_size_or_number_of_shards(text):
     model, whole = tiny(vocab_size=257), train.TextData("text", 32)
     want = train.evaluate(model, whole, 2, 8, "cpu")
-    shard, parts = whole.shards["val"][0], []
+    shard = whole.shards["val"][0][0]
     for i, piece in enumerate(np.array_split(np.array(shard), 3)):
         prepare.write_shard(f"data/text/val_{i:06d}.bin", piece, "uint16")
     parts = train.TextData("text", 32)
-    assert len(parts.shards["val"]) == 3
+    assert len(parts.shards["val"][0]) == 3
     for batch_size in (2, 3):
         assert abs(train.evaluate(model, parts, batch_size, 8, "cpu") - want) <= 1e-5
 
