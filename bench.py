@@ -3,6 +3,7 @@
     python bench.py prefill [--preset=qwen3-8b --n_layer=8] [--T=32768,131072]
     python bench.py prefill --kernels      the attention alone, every backend that is installed
     python bench.py train   [--preset=gpt2 --batch_size=32] [--T_out=128]
+    python bench.py plot OUT_DIR...        the losses of training runs, from their log.jsonl
 
 Each compares orthros, full and swa in one run: the same random weights, warm, synchronised, medians.
 The table is printed, written with its circumstances to OUT_DIR/NAME.json, and drawn to NAME.png.
@@ -38,6 +39,7 @@ import model as M
 from model import GPT, PRESETS, GPTConfig, KVCache, choose_backend, pick_device
 from prepare import Parser, parse_bool, run_cli
 from sample import prefill
+from train import forward_flops, keys_seen
 
 KINDS = ("full", "swa", "orthros")
 
@@ -75,33 +77,6 @@ class Limits:
 
     def ms(self, flops, nbytes):
         return 1e3 * max(flops / self.flops, nbytes / self.bytes)
-
-
-def keys_seen(Tq, S, window=None, sink=0):
-    """How many (query, key) pairs the contract of `attend` lets through."""
-    if window is None:
-        return Tq * S - Tq * (Tq - 1) // 2
-    reach = window + sink
-    short = max(0, min(Tq, reach - (S - Tq)))  # queries that still see all before them
-    return (Tq - short) * reach + keys_seen(short, S - Tq + short)
-
-
-def forward_flops(config, T, T_out):
-    """FLOPs of one forward over T new tokens: 2 a weight and token, 4 D a head, query and key.
-
-    Counts what runs: output tokens, the window, and the last layer's queries at T_out alone.
-    """
-    c, total = config, 0
-    H, D = c.n_head, c.head_dim
-    for layer in range(c.n_layer):
-        kind, is_last = c.kind(layer), layer == c.n_layer - 1
-        n_out = T_out if kind == "orthros" else 0
-        n_base = T if not is_last else 0 if kind == "orthros" else T_out
-        window, sink = (None, 0) if kind == "full" else (c.window, c.sink)
-        total += 2 * T * c.n_embd * 2 * c.n_kv_head * D
-        total += 2 * (n_base + n_out) * c.n_embd * (2 * H * D + 3 * c.n_hidden)
-        total += 4 * H * D * (keys_seen(n_base, T, window, sink) + keys_seen(n_out, T))
-    return total + 2 * T_out * c.n_embd * c.vocab_size
 
 
 def check_memory(args, config, device, dtype):
@@ -303,14 +278,9 @@ def show(rows):
 
 def draw(rows, title, path):
     """Time over T, a line for each kind or kernel and a dashed one for its limit; bars for one T."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no picture without matplotlib: pip install -e '.[plot]'", file=sys.stderr)
+    plt = pyplot()
+    if plt is None:
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     label = lambda row: row["kind"] if "kind" in row else f"{row['call']}: {row['backend']}"
     labels = list(dict.fromkeys(map(label, rows)))
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
@@ -334,10 +304,52 @@ def draw(rows, title, path):
     print(f"drawn to {path}")
 
 
+def pyplot():
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture without matplotlib: pip install -e '.[plot]'", file=sys.stderr)
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def plot(runs, out_dir):
+    """Training and validation loss of every run over steps, to OUT_DIR/plot.png."""
+    logs = {}
+    for run in runs:
+        path = os.path.join(run, "log.jsonl")
+        if not os.path.exists(path):
+            raise ValueError(f"no {path}: plot takes the --out_dir of training runs")
+        with open(path, encoding="utf-8") as file:
+            logs[run] = [json.loads(line) for line in file]
+    if not logs:
+        raise ValueError("plot needs the --out_dir of at least one training run")
+    plt = pyplot()
+    if plt is None:
+        return
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for number, (run, records) in enumerate(logs.items()):
+        for key, style in (("loss", "-"), ("val_loss", "o--")):
+            points = [(r["step"], r[key]) for r in records if key in r]
+            label = run if key == "loss" else f"{run}, validation"
+            alpha = 0.5 if key == "loss" else 1.0
+            axes.plot(*zip(*points), style, color=f"C{number}", alpha=alpha, label=label)
+    axes.set(xlabel="step", ylabel="loss, nats a token")
+    axes.legend()
+    os.makedirs(out_dir, exist_ok=True)
+    path = os.path.join(out_dir, "plot.png")
+    figure.savefig(path, dpi=120)
+    print(f"drawn to {path}")
+
+
 def main():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("command", choices=("prefill", "train"))
+    add("command", choices=("prefill", "train", "plot"))
+    add("runs", nargs="*", help="plot: the out_dirs of runs")
     add("--kernels", action="store_true", help="time the attention alone, per backend")
     add("--preset", help="model shape (default: laptop on a CPU; on a GPU qwen3-8b or gpt2)")
     add("--T", help="lengths, separated by commas")
@@ -356,6 +368,10 @@ def main():
     add("--backend", help="attention backend: torch, flash or masked")
     add("--out_dir", default="out/bench")
     args = parser.parse_args()
+    if args.command == "plot":
+        return plot(args.runs, args.out_dir)
+    if args.runs:
+        raise ValueError(f"{args.command} takes no folders: {' '.join(args.runs)}")
     device, dtype = pick_device(args.device, args.dtype)
     gpu = device.type == "cuda"
     train = args.command == "train"

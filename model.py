@@ -719,23 +719,34 @@ def save_checkpoint(out_dir, checkpoint):
 
 
 def load_checkpoint(out_dir, device="cpu", **overrides):
-    """(model, checkpoint) from out_dir/ckpt.pt. overrides: fields of GPTConfig to change.
+    """(model, checkpoint) from out_dir/ckpt.pt. overrides: fields of GPTConfig to change."""
+    checkpoint = read_checkpoint(out_dir, device)
+    return model_of(checkpoint, out_dir, device, **overrides), checkpoint
 
-    Strict, except that one set of weights runs as full, swa or orthros: alphas and betas that are
-    missing become 1 and 0, and those that nothing uses are dropped with one line.
-    """
+
+def read_checkpoint(out_dir, device="cpu", mmap=False):
+    """The dict in out_dir/ckpt.pt. mmap: tensors are read when they are used, for a look at the rest."""
     path = os.path.join(out_dir, "ckpt.pt")
     if not os.path.exists(path):
         raise FileNotFoundError(
             f"no checkpoint {path}; train one with train.py --out_dir={out_dir}"
         )
     try:
-        checkpoint = torch.load(path, map_location=device, weights_only=True)
-        state, config = checkpoint["model"], GPTConfig(**{**checkpoint["config"], **overrides})
-    except ValueError:
-        raise
+        checkpoint = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
+        checkpoint["model"], GPTConfig(**checkpoint["config"])
     except Exception as error:  # unpickling a damaged file raises almost anything
         raise ValueError(f"{path} is not a checkpoint of ours, or is damaged: {error}") from error
+    return checkpoint
+
+
+def model_of(checkpoint, out_dir, device="cpu", **overrides):
+    """The model in a checkpoint, which came from out_dir. overrides: fields of GPTConfig to change.
+
+    Strict, except that one set of weights runs as full, swa or orthros: alphas and betas that are
+    missing become 1 and 0, and those that nothing uses are dropped with one line.
+    """
+    old, state = checkpoint["config"], dict(checkpoint["model"])
+    config = GPTConfig(**{**old, **overrides})
     with torch.device("meta"):
         model = GPT(config)
     own = model.state_dict()
@@ -743,18 +754,21 @@ def load_checkpoint(out_dir, device="cpu", **overrides):
     wrong = [n for n in own.keys() ^ state.keys() if not is_scale(n)]
     wrong += [n for n in own.keys() & state.keys() if own[n].shape != state[n].shape]
     if wrong:
-        raise ValueError(f"{path} does not fit the model: {', '.join(sorted(wrong)[:5])} differ")
+        changed = [f"{k} {old.get(k)} -> {v}" for k, v in overrides.items() if old.get(k) != v]
+        why = ", ".join(changed) or ", ".join(sorted(wrong)[:5])
+        raise ValueError(f"{out_dir}/ckpt.pt does not fit the model asked for ({why})")
     surplus = state.keys() - own.keys()
     if surplus:
         print(f"dropping {len(surplus)} scale and offset tensors that {config.attention} lacks")
     dtype = state["wte.weight"].dtype
     for name in own.keys() - state.keys():
         fill = torch.ones if ".alpha_" in name else torch.zeros
-        state[name] = fill(own[name].shape, device=device, dtype=dtype)
-    model.load_state_dict({name: state[name] for name in own}, assign=True)
+        state[name] = fill(own[name].shape, dtype=dtype)
+    state = {name: state[name].to(device) for name in own}
+    model.load_state_dict(state, assign=True)
     if config.tie_embeddings:
         model.lm_head.weight = model.wte.weight
-    return model, checkpoint
+    return model
 
 
 def pick_device(device=None, dtype=None):

@@ -4,30 +4,39 @@ python train.py                                    a small model of Python sourc
 python train.py --dataset=recall --attention=swa   look-ups farther away than a window reaches
 python train.py --init_from=resume                 go on from out_dir/ckpt.pt
 python train.py --preset=gpt2 --dataset=NAME       a folder data/NAME that prepare.py made
+python train.py --init_from=DIR --out_dir=NEW      continue from another run's weights
+torchrun --nproc_per_node=8 train.py ...           several GPUs: DDP, or --fsdp for large models
 """
 
 import json
 import math
 import os
+import signal
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict as by_name
+from torch.nn.parallel import DistributedDataParallel
 
 from model import (
     GPT,
     PRESETS,
     GPTConfig,
     choose_backend,
-    load_checkpoint,
+    model_of,
     pick_device,
+    read_checkpoint,
     save_checkpoint,
 )
 from prepare import (
     DATA_DIR,
+    TOKENIZERS,
     Parser,
     load_meta,
     load_split,
@@ -46,6 +55,28 @@ RECIPES = {
         learning_rate=3e-3, warmup_iters=50, eval_interval=350, log_interval=50,
     ),
     "gpt2": dict(batch_size=32, gradient_accumulation_steps=16, eval_interval=1000),
+    "160m": dict(batch_size=16, gradient_accumulation_steps=16, max_iters=19000, learning_rate=6e-4),
+    "1.3b": dict(
+        batch_size=8, gradient_accumulation_steps=64, max_iters=95000, learning_rate=2e-4,
+        warmup_iters=2000,
+    ),
+    "6.8b": dict(
+        batch_size=4, gradient_accumulation_steps=128, max_iters=9500, learning_rate=1.2e-4,
+        warmup_iters=1000,
+    ),
+    # continued pre-training: the paper's length and number of steps; its rate is not known
+    "continue": dict(
+        block_size=32768, batch_size=1, gradient_accumulation_steps=240, max_iters=10000,
+        learning_rate=1e-5, warmup_iters=100, eval_windows=16,
+    ),
+}  # fmt: skip
+
+# Dense bf16 TFLOP/s by the makers' data sheets (fp16 where there is no bf16); the first name that is
+# part of the GPU's counts.
+PEAK_TFLOPS = {
+    "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
+    "A100": 312, "A10G": 70, "A10": 125, "A40": 150, "L40S": 362, "L40": 181, "L4": 121,
+    "RTX 4090": 165, "RTX 3090": 71, "RTX A6000": 155, "V100": 125, "T4": 65,
 }  # fmt: skip
 
 
@@ -185,21 +216,25 @@ class RecallData:
 
 
 @torch.no_grad()
-def evaluate(model, data, batch_size, n_windows, device, accuracy=False):
+def evaluate(model, data, batch_size, n_windows, device, accuracy=False, rank=0, ranks=1):
     """Mean validation loss in nats a target, or with accuracy=True the share of targets that
-    have the largest logit."""
+    have the largest logit. Each of `ranks` processes takes its share of the batches."""
     model.eval()
-    total = count = 0.0
-    for x, y in data.val_batches(batch_size, n_windows):
+    sums = torch.zeros(2, dtype=torch.float64)
+    for i, (x, y) in enumerate(data.val_batches(batch_size, n_windows)):
+        if i % ranks != rank:
+            continue
         x, y = x.to(device), y.to(device)
         n = (y >= 0).sum().item()
         if accuracy:
-            total += (model(x)[0].argmax(dim=-1) == y).sum().item()
+            good = (model(x)[0].argmax(dim=-1) == y).sum().item()
         else:
-            total += model(x, y)[1].item() * n
-        count += n
+            good = model(x, y)[1].item() * n
+        sums += torch.tensor([good, n], dtype=torch.float64)
     model.train()
-    return total / count
+    if ranks > 1:
+        sums = all_reduced(sums.float().to(device))
+    return (sums[0] / sums[1]).item()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -216,27 +251,47 @@ def learning_rate(step, args):
 
 
 def backward(model, scaler, batches, device):
-    """Gradients of the mean loss over all targets of the micro-batches; returns that loss.
+    """Gradients of the mean loss over all targets of the micro-batches, over all processes.
 
-    A micro-batch weighs what it has of the targets, so splitting a batch changes nothing.
+    A micro-batch weighs what it has of the targets, so splitting a batch changes nothing. Returns
+    this process's part of the loss; the parts add up to it.
     """
-    total = sum((y >= 0).sum().item() for _, y in batches)
+    count = torch.tensor(float(sum((y >= 0).sum().item() for _, y in batches)), device=device)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    count = all_reduced(count).clamp(min=1)
     loss = torch.zeros((), device=device)
-    for x, y in batches:
-        share = (y >= 0).sum().item() / max(1, total)
+    for i, (x, y) in enumerate(batches):
+        if ranks > 1:  # gradients travel once, with the last micro-batch
+            is_last = i + 1 == len(batches)
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = is_last
+            else:
+                model.set_requires_gradient_sync(is_last)
+        share = (y >= 0).sum().item() / count
         x, y = (t.to(device, non_blocking=True) for t in (x, y))
-        part = model(x, y)[1] * share
-        scaler.scale(part).backward()
+        part = model(x, y, y.size(1))[1] * share
+        scaler.scale(part * ranks).backward()  # since gradients are averaged over the processes
         loss += part.detach()
     return loss
+
+
+def all_reduced(tensor):
+    """The sum over all processes."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
 
 
 def load_ahead(data, args, step, device):
     """Yield the micro-batches of each step. A thread reads the next step's while this one runs."""
 
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
     def load(step):
-        micro = range(args.gradient_accumulation_steps)
+        micro = range(rank, args.gradient_accumulation_steps, ranks)
         batches = [data.train_batch(args.batch_size, args.seed, step, m) for m in micro]
+        if args.T_out:
+            batches = [(x, y[:, -args.T_out :].contiguous()) for x, y in batches]
         if device.type == "cuda":  # from pinned memory the copy runs beside the computation
             batches = [(x.pin_memory(), y.pin_memory()) for x, y in batches]
         return batches
@@ -257,7 +312,8 @@ def build_parser():
         "owt:3,code:1, or recall (default stdlib)")  # fmt: skip
     add("--preset", default="laptop", help=f"model shape: {', '.join(PRESETS)} (default laptop)")
     add("--out_dir", default="out", help="folder of ckpt.pt and log.jsonl (default out)")
-    add("--init_from", default="scratch", help="scratch, or resume (from out_dir)")
+    add("--init_from", default="scratch", help="scratch, resume (from out_dir), or a folder whose "
+        "weights to start from")  # fmt: skip
     run = parser.add_argument_group("optimisation")
     add = run.add_argument
     add("--batch_size", type=int, default=8, help="sequences a micro-batch")
@@ -275,9 +331,16 @@ def build_parser():
     add("--eval_interval", type=int, default=1000, help="steps between validations and checkpoints")
     add("--eval_windows", type=int, default=128, help="validation sequences, always the same")
     add("--log_interval", type=int, default=10)
+    add("--T_out", type=int, help="predict at the last N positions of a window only (default all)")
+    add("--full_until", type=float, default=0.0, help="share of the steps trained with full "
+        "attention before it becomes --attention; 0 is the paper")  # fmt: skip
     run = parser.add_argument_group("machine")
     add = run.add_argument
     add("--device", help="cpu, cuda, cuda:1, mps (default: the best there is)")
+    add("--fsdp", type=parse_bool, default=False, help="shard weights over the GPUs (FSDP2)")
+    add("--activation_checkpointing", type=parse_bool, help="compute activations twice instead of "
+        "keeping them (default: with --fsdp)")  # fmt: skip
+    add("--peak_tflops", type=float, help="of this device, for MFU (default: a table of GPUs)")
     add("--dtype", help="float32, bfloat16, float16 (default: what suits the device)")
     add("--compile", type=parse_bool, help="torch.compile (default: on a GPU)")
     add("--backend", help="attention backend: torch, flash or masked")
@@ -286,8 +349,13 @@ def build_parser():
         kind = {"bool": parse_bool, "str": str, "float": float}.get(field.type.__name__, int) \
             if isinstance(field.type, type) else int  # fmt: skip
         if field.name != "rope_scaling":
-            model.add_argument(f"--{field.name}", type=kind)
+            start = field.default if field.name == "attention" else None
+            model.add_argument(f"--{field.name}", type=kind, default=start)
     return parser
+
+
+MACHINE = ("out_dir", "init_from", "device", "dtype", "compile", "backend", "fsdp",
+           "activation_checkpointing", "peak_tflops")  # fmt: skip # change no mathematics
 
 
 def parse_args(argv=None):
@@ -296,28 +364,37 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.preset not in PRESETS:
         raise ValueError(f"unknown preset '{args.preset}'; known are {', '.join(PRESETS)}")
-    if args.init_from not in ("scratch", "resume"):
-        raise ValueError(f"--init_from must be scratch or resume, not '{args.init_from}'")
     if args.init_from == "resume":
-        saved = load_checkpoint(args.out_dir)[1]["args"]
-        machine = ("out_dir", "init_from", "device", "dtype", "compile", "backend")
-        parser.set_defaults(**{k: v for k, v in saved.items() if k not in machine})
+        saved = read_checkpoint(args.out_dir, mmap=True)["args"]
+        parser.set_defaults(**{k: v for k, v in saved.items() if k not in MACHINE})
         args = parser.parse_args(argv)
-        changed = [k for k, v in saved.items() if k not in machine and getattr(args, k) != v]
+        changed = [k for k, v in saved.items() if k not in MACHINE and getattr(args, k) != v]
         if changed:
             changes = ", ".join(f"{k} {saved[k]} -> {getattr(args, k)}" for k in changed)
             print(f"not the run it was: {changes}")
-    else:
+    elif args.init_from == "scratch":
         recipe = "recall" if args.dataset == "recall" else args.preset
         parser.set_defaults(**PRESETS[args.preset])
         parser.set_defaults(**RECIPES.get(recipe, {}))
         args = parser.parse_args(argv)
+    elif os.path.isdir(args.init_from):
+        parser.set_defaults(**read_checkpoint(args.init_from, mmap=True)["config"])
+        parser.set_defaults(**RECIPES["continue"])
+        args = parser.parse_args(argv)
+    else:
+        raise ValueError(f"--init_from must be scratch, resume or a folder, not '{args.init_from}'")
     for name in ("batch_size", "gradient_accumulation_steps", "max_iters", "eval_interval",
                  "eval_windows", "log_interval"):  # fmt: skip
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, not {getattr(args, name)}")
     if args.seed < 0 or args.warmup_iters < 0 or args.grad_clip < 0:
         raise ValueError("--seed, --warmup_iters and --grad_clip must not be negative")
+    if not 0 <= args.full_until <= 1:
+        raise ValueError(f"--full_until must be from 0 to 1, not {args.full_until}")
+    if args.T_out is not None and not 1 <= args.T_out <= args.block_size:
+        raise ValueError(
+            f"--T_out must be from 1 to block_size {args.block_size}, not {args.T_out}"
+        )
     if args.min_lr is None:
         args.min_lr = args.learning_rate / 10
     if args.lr_decay_iters is None:
@@ -326,24 +403,55 @@ def parse_args(argv=None):
 
 
 def open_data(args):
-    """The dataset, and the model's config once the vocabulary is known."""
-    given = {f.name: getattr(args, f.name, None) for f in fields(GPTConfig)}
-    given["rope_scaling"] = PRESETS[args.preset].get("rope_scaling")
-    given = {name: value for name, value in given.items() if value is not None}
+    """The dataset that the flags name."""
     if args.dataset == "recall":
-        config = GPTConfig(**{**given, "vocab_size": RecallData.meta["vocab_size"]})
-        return RecallData(config), config
+        return RecallData(config_of(args))
     if args.dataset == "stdlib" and not os.path.exists(f"{DATA_DIR}/stdlib/meta.json"):
-        prepare_stdlib()
-    data = TextData(args.dataset, given["block_size"])
-    given.setdefault("vocab_size", data.meta["vocab_size"])
-    config = GPTConfig(**given)
-    if config.vocab_size < data.meta["vocab_size"]:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            prepare_stdlib()
+        if dist.is_initialized():
+            dist.barrier()
+    return TextData(args.dataset, args.block_size)
+
+
+def config_of(args, data=RecallData, attention=None):
+    """The model's config; without --vocab_size as large as the dataset needs."""
+    given = {f.name: getattr(args, f.name, None) for f in fields(GPTConfig)}
+    given = {name: value for name, value in given.items() if value is not None}
+    needed = data.meta["vocab_size"]
+    config = GPTConfig(**{"vocab_size": needed, **given, "attention": attention or args.attention})
+    if config.vocab_size < needed:
         raise ValueError(
-            f"vocab_size {config.vocab_size} is too small for {args.dataset}, which needs "
-            f"{data.meta['vocab_size']}"
+            f"vocab_size {config.vocab_size} is too small for {args.dataset}, which needs {needed}"
         )
-    return data, config
+    return config
+
+
+def keys_seen(Tq, S, window=None, sink=0):
+    """How many (query, key) pairs the contract of `attend` lets through."""
+    if window is None:
+        return Tq * S - Tq * (Tq - 1) // 2
+    reach = window + sink
+    short = max(0, min(Tq, reach - (S - Tq)))  # queries that still see all before them
+    return (Tq - short) * reach + keys_seen(short, S - Tq + short)
+
+
+def forward_flops(config, T, T_out):
+    """FLOPs of one forward over T new tokens: 2 a weight and token, 4 D a head, query and key.
+
+    Counts what runs: output tokens, the window, and the last layer's queries at T_out alone.
+    """
+    c, total = config, 0
+    H, D = c.n_head, c.head_dim
+    for layer in range(c.n_layer):
+        kind, is_last = c.kind(layer), layer == c.n_layer - 1
+        n_out = T_out if kind == "orthros" else 0
+        n_base = T if not is_last else 0 if kind == "orthros" else T_out
+        window, sink = (None, 0) if kind == "full" else (c.window, c.sink)
+        total += 2 * T * c.n_embd * 2 * c.n_kv_head * D
+        total += 2 * (n_base + n_out) * c.n_embd * (2 * H * D + 3 * c.n_hidden)
+        total += 4 * H * D * (keys_seen(n_base, T, window, sink) + keys_seen(n_out, T))
+    return total + 2 * T_out * c.n_embd * c.vocab_size
 
 
 def closing_sample(model, data, device):
@@ -359,98 +467,297 @@ def closing_sample(model, data, device):
     write_stream(tokenizer, steps)
 
 
+def start_processes(args):
+    """(device, dtype, rank, processes). Under torchrun each process takes a GPU of its own."""
+    device, dtype = pick_device(args.device, args.dtype)
+    if "RANK" not in os.environ:
+        if args.fsdp:
+            raise ValueError(
+                "--fsdp shards over processes: torchrun --nproc_per_node=N train.py ..."
+            )
+        return device, dtype, 0, 1
+    ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    if device.type == "cuda":
+        if local >= torch.cuda.device_count():
+            raise ValueError(
+                f"{os.environ.get('LOCAL_WORLD_SIZE', ranks)} processes, but "
+                f"{torch.cuda.device_count()} GPUs here: lower torchrun's --nproc_per_node"
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    if args.gradient_accumulation_steps % ranks:
+        raise ValueError(
+            f"--gradient_accumulation_steps counts the micro-batches of all processes: "
+            f"{args.gradient_accumulation_steps} do not divide among {ranks}"
+        )
+    if args.fsdp and dtype == torch.float16:
+        raise ValueError("--fsdp needs --dtype=bfloat16 or float32")
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device, dtype, dist.get_rank(), ranks
+
+
+class Run:
+    """A model in training, and all that is saved of it."""
+
+    def __init__(self, args, data, device, dtype):
+        self.args, self.data, self.device, self.dtype = args, data, device, dtype
+        self.step, self.best_val_loss, self.saved = 0, math.inf, None
+        self.first_bad = torch.tensor(-1, device=device)  # step whose loss was not finite
+        if args.init_from == "resume":
+            self.load()
+        else:
+            self.build()
+
+    def attention(self):
+        """full attention for the first part of the run, if --full_until says so."""
+        args = self.args
+        return "full" if self.step < round(args.full_until * args.max_iters) else args.attention
+
+    def build(self, checkpoint=None):
+        """Model and optimizer: new, or from another run's folder, or from this run's checkpoint."""
+        args, device = self.args, self.device
+        config = config_of(args, self.data, self.attention())
+        torch.manual_seed(args.seed)
+        start = "cpu" if args.fsdp else device
+        if checkpoint is None and args.init_from == "scratch":
+            self.model = GPT(config).to(start)
+        else:
+            folder = args.out_dir if checkpoint else args.init_from
+            loaded = checkpoint or read_checkpoint(folder)
+            self.model = model_of(loaded, folder, start, **asdict(config))
+            names = loaded["tokenizer"], self.data.meta["tokenizer"]
+            if names[0] != names[1] and set(names) & set(TOKENIZERS):
+                raise ValueError(
+                    f"{folder} has the tokenizer {names[0]}, but {args.dataset} {names[1]}"
+                )
+            self.model.float()
+        self.model.compute_dtype = self.dtype
+        self.forward = self.spread()
+        self.optimizer = torch.optim.AdamW(
+            self.model.optimizer_groups(args.weight_decay), lr=args.learning_rate,
+            betas=(args.beta1, args.beta2), fused=True,
+        )  # fmt: skip
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
+        if checkpoint:
+            options = by_name.StateDictOptions(full_state_dict=True, strict=False)
+            state = checkpoint["optimizer"]  # by name: alphas and betas that are new start afresh
+            by_name.set_optimizer_state_dict(self.model, self.optimizer, state, options=options)
+            self.scaler.load_state_dict(checkpoint["scaler"])
+
+    def spread(self):
+        """What a training step calls: the model, over all processes, compiled."""
+        args, model = self.args, self.model
+        if args.fsdp if args.activation_checkpointing is None else args.activation_checkpointing:
+            from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+                checkpoint_wrapper,
+            )
+
+            for i, block in enumerate(model.blocks):
+                model.blocks[i] = checkpoint_wrapper(block)
+        forward = model
+        if args.fsdp:
+            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+            # inputs stay as they are: the rotary angles must not be rounded
+            policy = MixedPrecisionPolicy(self.dtype, torch.float32, cast_forward_inputs=False)
+            for block in model.blocks:
+                fully_shard(block, mp_policy=policy)
+            fully_shard(model, mp_policy=policy)
+        elif dist.is_initialized():
+            ids = [self.device.index] if self.device.type == "cuda" else None
+            forward = DistributedDataParallel(model, device_ids=ids)
+        self.compiled = self.device.type == "cuda" if args.compile is None else args.compile
+        return torch.compile(forward) if self.compiled else forward
+
+    def train_step(self, batches):
+        """One step of the optimizer. Returns (this process's part of the loss, gradient norm)."""
+        lr = learning_rate(self.step, self.args)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        loss = backward(self.forward, self.scaler, batches, self.device)
+        self.scaler.unscale_(self.optimizer)
+        limit = self.args.grad_clip or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        bad = ~torch.isfinite(loss) & (self.first_bad < 0)  # looked at later: no waiting here
+        self.first_bad = torch.where(bad, self.step, self.first_bad)
+        return loss, norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def check_finite(self):
+        first = self.first_bad
+        if dist.is_initialized():
+            dist.all_reduce(first, dist.ReduceOp.MAX)
+        if first >= 0:
+            kept = "none was saved" if self.saved is None else f"the last is of step {self.saved}"
+            raise ValueError(
+                f"the loss was not finite at step {int(first)}; the checkpoint is kept ({kept}); "
+                f"lower --learning_rate or raise --warmup_iters"
+            )
+
+    def save(self):
+        """Write out_dir/ckpt.pt, the whole state whatever the number of processes."""
+        self.check_finite()
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        options = by_name.StateDictOptions(full_state_dict=True, cpu_offload=ranks > 1)
+        model = by_name.get_model_state_dict(self.model, options=options)
+        optimizer = by_name.get_optimizer_state_dict(self.model, self.optimizer, options=options)
+        if ranks == 1 or dist.get_rank() == 0:
+            save_checkpoint(self.args.out_dir, {
+                "model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict(),
+                "config": asdict(self.model.config), "step": self.step,
+                "best_val_loss": self.best_val_loss, "tokenizer": self.data.meta["tokenizer"],
+                "args": vars(self.args),
+            })  # fmt: skip
+        self.saved = self.step
+
+    def load(self):
+        """Go on from out_dir/ckpt.pt."""
+        checkpoint = read_checkpoint(self.args.out_dir)
+        self.step, self.best_val_loss = checkpoint["step"], checkpoint["best_val_loss"]
+        self.saved = self.step
+        self.build(checkpoint)
+
+
+def peak_flops(args, device):
+    """FLOP/s of the device by its data sheet, or None where it is not known."""
+    if args.peak_tflops:
+        return 1e12 * args.peak_tflops
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((1e12 * peak for gpu, peak in PEAK_TFLOPS.items() if gpu in name), None)
+
+
+class Log:
+    """What is printed and written to out_dir/log.jsonl, by the first process alone."""
+
+    def __init__(self, run, rank):
+        self.run, self.rank = run, rank
+        args, config = run.args, run.model.config
+        self.peak = peak_flops(args, run.device)
+        flops = 3 * forward_flops(config, config.block_size, args.T_out or config.block_size)
+        sequences = args.gradient_accumulation_steps * args.batch_size
+        self.step_tokens, self.step_flops = sequences * config.block_size, sequences * flops
+        if rank == 0:
+            self.file = open(os.path.join(args.out_dir, "log.jsonl"), "a", encoding="utf-8")
+        self.first, self.began = run.step, time.time()
+        self.start_clock()
+
+    def start_clock(self):
+        """Evaluation and saving are not part of a step's time."""
+        self.clock, self.clock_step = time.time(), self.run.step
+
+    def training(self, loss, norm):
+        run, args = self.run, self.run.args
+        loss = all_reduced(loss).item()
+        now, lr = time.time(), learning_rate(run.step - 1, args)
+        speed = (run.step - self.clock_step) / (now - self.clock)  # steps a second
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        mfu = speed * self.step_flops / (self.peak * ranks) if self.peak else None
+        gpu = run.device.type == "cuda"
+        memory = torch.cuda.max_memory_allocated(run.device) / 2**20 if gpu else None
+        left = (now - self.began) / (run.step - self.first) * (args.max_iters - run.step)
+        self.start_clock()
+        record = {"step": run.step, "loss": loss, "lr": lr, "grad_norm": norm.item(),
+                  "tokens_per_s": speed * self.step_tokens, "mfu": mfu, "memory_mib": memory}  # fmt: skip
+        if self.rank == 0:
+            use = "unknown" if mfu is None else f"{mfu:.0%}"
+            print(
+                f"step {run.step:>6}/{args.max_iters}  loss {loss:.4f}  lr {lr:.1e}  "
+                f"{record['tokens_per_s']:,.0f} tokens/s  MFU {use}  {left / 60:.1f} min left",
+                flush=True,
+            )
+        return record
+
+    def write(self, record):
+        if self.rank == 0 and record:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+
+
+def train(run, log, rank, ranks):
+    """The loop: step, log, validate and save, until max_iters or a SIGTERM."""
+    args, asked_to_stop = run.args, []
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.append(1))
+    coming = load_ahead(run.data, args, run.step, run.device)
+    first = run.step
+    while run.step < args.max_iters:
+        if run.attention() != run.model.config.attention:  # the end of --full_until
+            run.save()
+            run.load()
+            print(f"step {run.step:>6}/{args.max_iters}  attention is {args.attention} from here")
+        try:
+            loss, norm = run.train_step(next(coming))
+        except RuntimeError as error:
+            if not run.compiled or run.step > first or isinstance(error, torch.OutOfMemoryError):
+                raise
+            # no Triton, no C++ compiler, or a fault of the compiler's: the eager step may well run
+            why = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"the first compiled step failed ({why}); try --compile=False"
+            ) from error
+        step, record = run.step, {}
+        last = step == args.max_iters
+        if step % args.log_interval == 0 or step == first + 1 or last:
+            record = log.training(loss, norm)
+            run.check_finite()
+        stop = bool(asked_to_stop)
+        if ranks > 1:  # all processes must agree, so they ask each other now and then
+            stop = step % args.log_interval == 0 and bool(
+                all_reduced(torch.tensor(float(stop), device=run.device))
+            )
+        if step % args.eval_interval == 0 or last:
+            share = {} if args.fsdp else {"rank": rank, "ranks": ranks}
+            val_loss = evaluate(
+                run.model, run.data, args.batch_size, args.eval_windows, run.device, **share
+            )
+            run.best_val_loss = min(run.best_val_loss, val_loss)
+            record |= {"step": step, "val_loss": val_loss}
+            if rank == 0:
+                print(f"step {step:>6}/{args.max_iters}  val loss {val_loss:.4f}", flush=True)
+            run.save()
+            log.start_clock()
+        elif stop:
+            run.save()
+        log.write(record)
+        if stop:
+            raise KeyboardInterrupt
+
+
 def main(argv=None):
     args = parse_args(argv)
-    device, dtype = pick_device(args.device, args.dtype)
+    device, dtype, rank, ranks = start_processes(args)
     os.makedirs(args.out_dir, exist_ok=True)
-    log = open(os.path.join(args.out_dir, "log.jsonl"), "a", encoding="utf-8")
-    data, config = open_data(args)
-    torch.manual_seed(args.seed)
-    step, best_val_loss, checkpoint = 0, math.inf, None
-    if args.init_from == "resume":
-        model, checkpoint = load_checkpoint(args.out_dir, device)
-        config = model.config
-        step, best_val_loss = checkpoint["step"], checkpoint["best_val_loss"]
-    else:
-        model = GPT(config).to(device)
-    model.compute_dtype = dtype
-    optimizer = torch.optim.AdamW(
-        model.optimizer_groups(args.weight_decay), lr=args.learning_rate,
-        betas=(args.beta1, args.beta2), fused=True,
-    )  # fmt: skip
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    if checkpoint:
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        scaler.load_state_dict(checkpoint["scaler"])
-    compiled = device.type == "cuda" if args.compile is None else args.compile
-    forward = torch.compile(model) if compiled else model
+    data = open_data(args)
     backend = choose_backend(args.backend)
-    print(
-        f"{config.attention} on {args.dataset}: {model.num_params():,} parameters, "
-        f"block_size {config.block_size}, window {config.window}, sink {config.sink}; "
-        f"{device}, {str(dtype)[6:]}, backend {backend}, compile {compiled}"
-    )
-
-    def save():
-        save_checkpoint(args.out_dir, {
-            "model": model.state_dict(), "optimizer": optimizer.state_dict(),
-            "scaler": scaler.state_dict(), "config": asdict(config), "step": step,
-            "best_val_loss": best_val_loss, "tokenizer": data.meta["tokenizer"],
-            "args": vars(args),
-        })  # fmt: skip
-
-    tokens_per_step = args.gradient_accumulation_steps * args.batch_size * config.block_size
-    coming = load_ahead(data, args, step, device)
-    started, first, saved = time.time(), step, step if checkpoint else None
+    run = Run(args, data, device, dtype)
+    log, config = Log(run, rank), run.model.config
+    if rank == 0:
+        print(
+            f"{config.attention} on {args.dataset}: {run.model.num_params():,} parameters, "
+            f"block_size {config.block_size}, window {config.window}, sink {config.sink}; "
+            f"{ranks} x {device.type}, {str(dtype)[6:]}, backend {backend}, compile {run.compiled}"
+        )
     try:
-        while step < args.max_iters:
-            tick = time.time()
-            lr = learning_rate(step, args)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            loss = backward(forward, scaler, next(coming), device)
-            scaler.unscale_(optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad(set_to_none=True)
-            step += 1
-            record = {}
-            if step % args.log_interval == 0 or step in (first + 1, args.max_iters):
-                record = {"step": step, "loss": loss.item(), "lr": lr, "grad_norm": norm.item()}
-                record["tokens_per_s"] = tokens_per_step / (time.time() - tick)
-                left = (time.time() - started) / (step - first) * (args.max_iters - step)
-                print(
-                    f"step {step:>6}/{args.max_iters}  loss {record['loss']:.4f}  lr {lr:.1e}  "
-                    f"{record['tokens_per_s']:,.0f} tokens/s  {left / 60:.1f} min left", flush=True,
-                )  # fmt: skip
-            if step % args.eval_interval == 0 or step == args.max_iters:
-                val_loss = evaluate(model, data, args.batch_size, args.eval_windows, device)
-                best_val_loss = min(best_val_loss, val_loss)
-                record |= {"step": step, "val_loss": val_loss}
-                print(f"step {step:>6}/{args.max_iters}  val loss {val_loss:.4f}", flush=True)
-                save()
-                saved = step
-            if record:
-                log.write(json.dumps(record) + "\n")
-                log.flush()
-    except RuntimeError as error:
-        if not compiled or step > first:
-            raise
-        # no Triton, no C++ compiler, or a fault of the compiler's: the eager step may well run
-        why = str(error).strip().splitlines()[0]
-        raise ValueError(f"the first compiled step failed ({why}); try --compile=False") from error
+        train(run, log, rank, ranks)
     except KeyboardInterrupt:
         flags = f"--init_from=resume --out_dir={args.out_dir}"
-        state = "no checkpoint was saved yet" if saved is None else \
-            f"{args.out_dir}/ckpt.pt holds step {saved}; go on with: train.py {flags}"  # fmt: skip
-        print(f"\nstopped at step {step}: {state}", file=sys.stderr)
+        state = "no checkpoint was saved yet" if run.saved is None else \
+            f"{args.out_dir}/ckpt.pt holds step {run.saved}; go on with: train.py {flags}"  # fmt: skip
+        print(f"\nstopped at step {run.step}: {state}", file=sys.stderr)
         sys.exit(130)
-    if args.dataset == "recall":
-        share = evaluate(model, data, args.batch_size, args.eval_windows, device, accuracy=True)
-        print(f"accuracy {share:.3f}")
-    else:
-        closing_sample(model, data, device)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if rank == 0 and not args.fsdp:
+        if args.dataset == "recall":
+            share = evaluate(run.model, data, args.batch_size, args.eval_windows, device, True)
+            print(f"accuracy {share:.3f}")
+        else:
+            closing_sample(run.model, data, device)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,215 @@
+"""Training over several processes, over interruptions, and as the flags say."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from test_cli import SMALL, call, fails, state, text, workdir  # noqa: F401 (fixtures)
+
+import bench
+import train
+from model import GPTConfig
+
+ROOT = pathlib.Path(__file__).parent.parent
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+MORE = [*SMALL, "--gradient_accumulation_steps=4"]
+
+
+def torchrun(*flags, processes=2):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               f"--nproc_per_node={processes}", ROOT / "train.py", *flags]  # fmt: skip
+    return subprocess.run(command, env=ENV, capture_output=True, text=True)
+
+
+def log(out_dir, key):
+    records = [json.loads(line) for line in open(f"{out_dir}/log.jsonl")]
+    return [record[key] for record in records if key in record]
+
+
+# ------------------------------------------------------------------------------------------------
+# Several processes
+
+
+def test_two_processes_take_the_same_steps_as_one(text):  # noqa: F811
+    call(train.main, *MORE, "--out_dir=one")
+    assert torchrun(*MORE, "--out_dir=two").returncode == 0
+    one, two = state("one"), state("two")
+    for name, moments in one["optimizer"]["state"].items():
+        # after few steps the first moment is a sum of gradients
+        assert (moments["exp_avg"] - two["optimizer"]["state"][name]["exp_avg"]).abs().max() <= 1e-6
+    assert max(abs(a - b) for a, b in zip(log("one", "loss"), log("two", "loss"))) <= 1e-5
+    assert max(abs(a - b) for a, b in zip(log("one", "val_loss"), log("two", "val_loss"))) <= 1e-5
+
+
+def test_sharded_weights_train_alike_and_their_checkpoint_goes_on_anywhere(text):  # noqa: F811
+    call(train.main, *MORE, "--out_dir=one")
+    flags = [*MORE, "--out_dir=two", "--max_iters=3", "--lr_decay_iters=6"]
+    result = torchrun(*flags, "--fsdp=True")
+    assert result.returncode == 0, result.stderr[-2000:]
+    call(train.main, "--init_from=resume", "--out_dir=two", "--max_iters=6", "--device=cpu")
+    one, two = state("one")["model"], state("two")["model"]
+    assert one.keys() == two.keys()
+    assert max((one[name] - two[name]).abs().max() for name in one) <= 1e-5
+    assert max(abs(a - b) for a, b in zip(log("one", "loss"), log("two", "loss"))) <= 1e-5
+
+
+def test_batches_that_do_not_divide_are_one_line(text):  # noqa: F811
+    result = torchrun(*SMALL, "--gradient_accumulation_steps=3")
+    assert result.returncode != 0 and "3 do not divide among 2" in result.stderr
+
+
+def test_activation_checkpointing_changes_nothing(text):  # noqa: F811
+    for flag in ("True", "False"):
+        call(train.main, *SMALL, f"--out_dir={flag}", f"--activation_checkpointing={flag}")
+    a, b = state("True")["model"], state("False")["model"]
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ------------------------------------------------------------------------------------------------
+# Interruptions
+
+
+def test_a_kill_while_saving_leaves_the_checkpoint_before(text):  # noqa: F811
+    """The process dies between writing the second checkpoint and giving it its name."""
+    code = (
+        "import os, sys, train\n"
+        "replace, saves = os.replace, []\n"
+        "def dying(a, b):\n"
+        "    saves.append(1)\n"
+        "    os.kill(os.getpid(), 9) if len(saves) == 2 else replace(a, b)\n"
+        "os.replace = dying\n"
+        "train.main(sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-c", code, *SMALL, "--out_dir=killed"]
+    assert subprocess.run(command, env=ENV, capture_output=True).returncode == -signal.SIGKILL
+    assert state("killed")["step"] == 3
+    call(train.main, "--init_from=resume", "--out_dir=killed", "--device=cpu")
+    call(train.main, *SMALL, "--out_dir=whole")
+    a, b = state("killed")["model"], state("whole")["model"]
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_sigterm_saves_first(text):  # noqa: F811
+    flags = [*SMALL, "--max_iters=100000", "--eval_interval=100000", "--out_dir=stopped"]
+    command = [sys.executable, ROOT / "train.py", *flags]
+    run = subprocess.Popen(command, env=ENV, stderr=subprocess.PIPE, text=True)
+    path = pathlib.Path("stopped/log.jsonl")
+    while not (path.exists() and path.stat().st_size > 500):
+        time.sleep(0.1)
+        assert run.poll() is None
+    run.terminate()
+    error = run.communicate()[1]
+    assert run.returncode == 130 and f"holds step {state('stopped')['step']}" in error
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
+    text, capsys, monkeypatch  # noqa: F811
+):  # fmt: skip
+    real, steps = train.backward, []
+
+    def broken(*args):
+        steps.append(1)
+        return real(*args) * (float("nan") if len(steps) == 5 else 1)
+
+    monkeypatch.setattr(train, "backward", broken)
+    error = fails(capsys, train.main, *SMALL, "--out_dir=bad", "--log_interval=100")
+    assert "step 5" in error and "step 3" in error and state("bad")["step"] == 3
+
+
+# ------------------------------------------------------------------------------------------------
+# Flags
+
+
+def test_T_out_trains_on_the_last_positions_alone(text, monkeypatch):  # noqa: F811
+    shapes = []
+    real = train.backward
+    monkeypatch.setattr(
+        train,
+        "backward",
+        lambda m, s, b, d: (shapes.extend(y.shape for _, y in b), real(m, s, b, d))[1],
+    )
+    call(train.main, *SMALL, "--T_out=5", "--out_dir=tail")
+    assert set(shapes) == {(2, 5)} and len(log("tail", "val_loss")) == 2
+
+
+def test_full_until_is_a_plain_transformer_first_and_the_same_function_at_the_switch(text):  # noqa: F811
+    flags = ["--window=32", "--full_until=0.5", "--max_iters=6", "--eval_interval=100"]
+    call(train.main, *SMALL, *flags, "--out_dir=mixed")
+    call(
+        train.main,
+        *SMALL,
+        "--window=32",
+        "--attention=full",
+        "--out_dir=full",
+        "--eval_interval=100",
+    )
+    mixed, full = log("mixed", "loss"), log("full", "loss")
+    # with a window as long as the text, the step after the switch computes what full would
+    assert mixed[:3] == full[:3] and abs(mixed[3] - full[3]) <= 1e-6
+    model = state("mixed")
+    assert (
+        model["config"]["attention"] == "orthros" and "blocks.0.attn.alpha_base" in model["model"]
+    )
+    assert model["optimizer"]["state"]["blocks.0.attn.q_proj.weight"]["step"] == 6
+
+
+def test_a_run_stopped_before_the_switch_goes_on_through_it(text):  # noqa: F811
+    flags = ["--full_until=0.5", "--max_iters=6"]
+    call(train.main, *SMALL, *flags, "--out_dir=whole", "--eval_interval=2")
+    call(train.main, *SMALL, *flags, "--out_dir=parts", "--eval_interval=2", "--max_iters=2",
+         "--full_until=1.0", "--lr_decay_iters=6")  # fmt: skip
+    call(train.main, "--init_from=resume", "--out_dir=parts", "--device=cpu", *flags)
+    a, b = state("whole")["model"], state("parts")["model"]
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_training_continues_from_another_runs_weights_at_another_length(text, capsys):  # noqa: F811
+    call(train.main, *SMALL, "--attention=full", "--out_dir=first")
+    small = [f for f in SMALL if not f.startswith(("--n_", "--block_size", "--window"))]
+    more = ["--init_from=first", "--block_size=64", "--gradient_accumulation_steps=1"]
+    call(train.main, *small, *more, "--attention=orthros", "--out_dir=second")
+    config = state("second")["config"]
+    assert (
+        config["attention"] == "orthros" and config["block_size"] == 64 and config["n_layer"] == 2
+    )
+    error = fails(capsys, train.main, *small, *more, "--n_layer=3", "--out_dir=third")
+    assert "n_layer 2 -> 3" in error
+
+
+def test_the_record_has_speed_and_flops_of_the_device(text, capsys):  # noqa: F811
+    call(train.main, *SMALL, "--out_dir=a", "--peak_tflops=1")
+    assert all(0 < mfu < 1 for mfu in log("a", "mfu"))
+    call(train.main, *SMALL, "--out_dir=b")
+    assert log("b", "mfu") == [None] * 6 and "MFU unknown" in capsys.readouterr().out
+    assert log("b", "grad_norm")[0] > 0 and log("b", "tokens_per_s")[0] > 0
+
+
+def test_flops_count_the_second_stream_the_window_and_the_last_layer():
+    shape = dict(n_layer=2, n_head=2, n_embd=8, n_hidden=16, vocab_size=10, window=3)
+    flops = [
+        train.forward_flops(GPTConfig(**shape, attention=a), 9, 9) for a in ("full", "orthros")
+    ]
+    # one more pass of 9 rows through W_Q, W_O and the MLP of layer 1, and its window
+    assert flops[1] - flops[0] == 2 * 9 * 8 * (16 + 48) + 4 * 8 * (1 + 2 + 7 * 3)
+
+
+@pytest.mark.parametrize("flag,word", [
+    ("--full_until=2", "full_until"), ("--T_out=0", "T_out"), ("--T_out=99", "T_out"),
+    ("--fsdp=True", "torchrun"), ("--dataset=text:x", "number"), ("--dataset=text:-1", "above 0"),
+    ("--init_from=nowhere", "folder")])  # fmt: skip
+def test_a_wrong_flag_is_one_line(text, capsys, flag, word):  # noqa: F811
+    assert word in fails(capsys, train.main, *SMALL, flag)
+
+
+def test_bench_plots_runs(text, capsys):  # noqa: F811
+    pytest.importorskip("matplotlib")
+    call(train.main, *SMALL, "--out_dir=a")
+    call(bench.main, "plot", "a", "--out_dir=pictures")
+    assert pathlib.Path("pictures/plot.png").stat().st_size > 5000
+    assert "log.jsonl" in fails(capsys, bench.main, "plot", "nowhere")
