@@ -126,7 +126,7 @@ class GPT2Tokenizer:
                 f"({type(error).__name__}); go online once, or point TIKTOKEN_CACHE_DIR (now "
                 f"{cache or 'not set'}) to a folder that tiktoken has filled on another machine"
             ) from error
-        self.words = {END: [self.eot]}  # of encode_documents: word -> ids
+        self.words = {END: [self.eot], GAP: []}  # of encode_documents: word -> ids
 
     def encode(self, text):
         return self.encoding.encode_to_numpy(clean(text), disallowed_special=())
@@ -136,7 +136,7 @@ class GPT2Tokenizer:
         return b"".join(self.encoding.decode_tokens_bytes(ids))
 
     def encode_documents(self, parts):
-        """As the function of that name, three times as fast where pyarrow is installed.
+        """As the function of that name, but much faster where pyarrow is installed.
 
         Most words of a text are among a few thousand. So the text is cut into words with numpy, as
         GPT-2's pattern cuts it; equal words are found with pyarrow; tiktoken encodes each new one.
@@ -147,10 +147,10 @@ class GPT2Tokenizer:
             return encode_documents(self, parts)
         if not parts:
             return np.zeros(0, dtype=np.uint16)
-        text = "".join(text + END * ends for text, ends in parts)
+        text = "".join(text + (END if ends else GAP) for text, ends in parts)
         chars, data = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32), text.encode("utf-8")
         classes = char_classes()[chars]
-        if np.count_nonzero(classes == UNKNOWN) != sum(ends for _, ends in parts):
+        if np.count_nonzero(classes == UNKNOWN) != len(parts):
             return encode_documents(self, parts)  # characters newer than this Python
         first = np.flatnonzero(word_starts(chars, classes))  # in characters, then in UTF-8's bytes
         wide = np.flatnonzero(chars > 0x7F)
@@ -174,7 +174,7 @@ class GPT2Tokenizer:
         return flat[np.repeat(shift, count) + np.arange(count.sum())]
 
 
-END = chr(0x10FFFF)  # stands for the end of a document while words are counted; no text has it
+END, GAP = chr(0x10FFFF), chr(0x10FFFE)  # end a document, a part of one; no text has them
 BLANK, LETTER, NUMBER, OTHER, UNKNOWN = range(5)
 
 
@@ -198,6 +198,7 @@ def word_starts(chars, classes):
     """Where GPT-2's pattern starts a word. chars, classes (n,) -> (n,) bool. The pattern:
     '(?:[sdmt]|ll|ve|re)| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+$|\\s+(?!\\S)|\\s"""
     start = np.append(True, classes[1:] != classes[:-1])  # runs of one class
+    start |= classes == UNKNOWN  # each END and GAP by itself
     blank_before = (classes[:-1] == BLANK) & ((classes[1:] != BLANK) & (classes[1:] != UNKNOWN))
     after = np.flatnonzero(blank_before) + 1
     start[after - 1] = True  # the last blank leaves its run...
@@ -228,6 +229,8 @@ class HFTokenizer:
         except Exception as error:  # a plain Exception
             raise ValueError(f"{path} is not a Hugging Face tokenizer.json: {error}") from error
         self.tokenizer.encode_special_tokens = True  # text that looks like one stays text
+        self.tokenizer.no_truncation()  # the file may ask for both
+        self.tokenizer.no_padding()
         ids = self.tokenizer.get_vocab(with_added_tokens=True)
         ends = [end for end in self.ENDS if end in ids]
         if not ends:
@@ -272,6 +275,13 @@ def load_tokenizer(name):
             f"tokenizer must be {', '.join(TOKENIZERS)} or a tokenizer.json, and '{name}' is no file"
         )
     return HFTokenizer(name)
+
+
+def tokenizer_identity(name):
+    """The name, or the hash of a tokenizer.json, so that copies of one file are the same."""
+    if name in TOKENIZERS or not os.path.isfile(name):
+        return name
+    return hashlib.sha256(pathlib.Path(name).read_bytes()).hexdigest()
 
 
 def encode_documents(tokenizer, parts):
@@ -379,6 +389,10 @@ def load_meta(name):
     try:
         with open(path, encoding="utf-8") as file:
             meta = json.load(file)
+        if meta["tokenizer"] == "tokenizer.json":  # the dataset's own
+            meta["tokenizer"] = pathlib.Path(path).with_name("tokenizer.json").as_posix()
+        if meta.get("dtype") not in (None, *FORMATS):
+            raise ValueError(f"dtype {meta['dtype']}")
         return {"dtype": None, **meta, "vocab_size": int(meta["vocab_size"])}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}); run prepare.py again") from error
@@ -415,10 +429,11 @@ BATCH = 2**22  # characters a thread tokenizes at a time: more words are equal, 
 def read_documents(path, field, skip_bad):
     """Parts of all documents of one file, by what its name ends in. Empty documents are left out."""
     path = str(path)
-    packed, size = path.endswith(".gz"), 0 if path == "-" else os.path.getsize(path)
-    kind = os.path.splitext(path.removesuffix(".gz"))[1].lower()
+    packed = path.lower().endswith(".gz")
+    kind = os.path.splitext(path[:-3] if packed else path)[1].lower()
     try:
         with sys.stdin.buffer if path == "-" else open(path, "rb") as raw:
+            size = 0 if path == "-" else os.path.getsize(path)
             file = gzip.open(raw) if packed else raw
             done = lambda: raw.tell() / size if size else 0.0
             if kind not in READERS:
@@ -431,9 +446,9 @@ def read_documents(path, field, skip_bad):
                     raise ValueError(f"{path}, {where}: {problem}; --skip_bad goes on without it")
                 for text, ends in [(None, True)] if problem else cut([record[field] or ""]):
                     yield share, text, ends
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except (EOFError, zlib.error, OSError) as error:
         if not skip_bad:
-            raise ValueError(f"{path} is damaged: {error}; --skip_bad goes on") from error
+            raise ValueError(f"{path} cannot be read: {error}; --skip_bad goes on") from error
         yield 1.0, None, True
 
 
@@ -451,15 +466,18 @@ def wrong(record, field):
 
 def decoded(file):
     """Blocks of a text file. Bytes that are not UTF-8 become U+FFFD; line ends stay as they are."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder, checked = codecs.getincrementaldecoder("utf-8")("replace"), False
     while block := file.read(PART):
+        if not checked and b"\0" in block:
+            raise OSError("it has zero bytes: not UTF-8 text")
+        checked = True
         yield decoder.decode(block)
     yield decoder.decode(b"", final=True)
 
 
 def cut(blocks):
     """(part, ends) of one document from consecutive strings. Cuts lie between a letter or digit and
-    a space, where no tokenizer has a token, unless a stretch without spaces is too long."""
+    a space, where byte-level tokenizers have no token, unless there is no space for too long."""
     held = ""
     for block in blocks:
         held += clean(block)
@@ -521,7 +539,7 @@ def parquet_rows(file, done, field):
                 for value in batch.column(0).to_pylist():
                     row += 1
                     yield row / rows, f"row {row}", {field: value}
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         yield 1.0, "its structure", ValueError(f"not a whole parquet file ({error})")
 
 
@@ -547,18 +565,26 @@ def stdlib_files():
 
 def local_files(paths, pattern):
     """Every file named, and every file in a folder named that matches the pattern."""
-    files = []
+    files, data = {}, pathlib.Path(DATA_DIR).resolve()
     for path in map(pathlib.Path, paths):
         if str(path) == "-":
-            files.append(path)
+            found = [path]
         elif not path.exists():
             raise ValueError(f"no such file or folder: {path}")
+        elif path.is_dir():
+            try:
+                found = [f for f in path.rglob(pattern) if f.is_file()]
+            except NotImplementedError as error:
+                raise ValueError(f"--glob must be a pattern such as '*.md': {error}") from error
+            if data not in (path.resolve(), *path.resolve().parents):  # not the shards made before
+                found = [f for f in found if data not in f.resolve().parents]
         else:
-            files += [f for f in path.rglob(pattern) if f.is_file()] if path.is_dir() else [path]
+            found = [path]
+        files |= {f.resolve(): f for f in found}
     if not files:
         raise ValueError(f"no file matches --glob='{pattern}' in {', '.join(map(str, paths))}")
     size = lambda p: 0 if str(p) == "-" else p.stat().st_size
-    return [(p.as_posix(), size(p), lambda p=p: p) for p in dict.fromkeys(files)]
+    return [(p.as_posix(), size(p), lambda p=p: p) for p in files.values()]
 
 
 def hub_files(repo, pattern, num_shards=None, folder=None):
@@ -567,7 +593,7 @@ def hub_files(repo, pattern, num_shards=None, folder=None):
     A file is downloaded when its turn comes, into that cache or into `folder`.
     """
     hub = needed("huggingface_hub", "data")
-    first_line = lambda error: f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    brief = lambda error: f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     try:
         tree = hub.HfApi().list_repo_tree(repo, repo_type="dataset", recursive=True)
         found = {entry.path: getattr(entry, "size", None) for entry in tree}
@@ -578,8 +604,9 @@ def hub_files(repo, pattern, num_shards=None, folder=None):
         except Exception:
             raise OSError(
                 f"cannot list {repo} on the Hugging Face hub, and it is not in the cache "
-                f"({first_line(error)})"
+                f"({brief(error)})"
             ) from error
+        print(f"offline ({brief(error)}): only what the cache has of {repo}")
         paths = [p for p in pathlib.Path(cache).rglob("*") if p.is_file()]
         found = {p.relative_to(cache).as_posix(): p.stat().st_size for p in paths}
     names = sorted(path for path in found if fnmatch.fnmatch(path, pattern))[:num_shards]
@@ -591,7 +618,7 @@ def hub_files(repo, pattern, num_shards=None, folder=None):
         try:
             return hub.hf_hub_download(repo, name, repo_type="dataset", local_dir=folder)
         except Exception as error:
-            raise OSError(f"{repo}/{name} was not downloaded ({first_line(error)})") from error
+            raise OSError(f"{repo}/{name} was not downloaded ({brief(error)})") from error
 
     return [(name, found[name], functools.partial(fetch, name)) for name in names]
 
@@ -604,20 +631,27 @@ def prepare(name, files, tokenizer, source, val_fraction, field="text", skip_bad
             max_tokens=None, shard_tokens=10**8):  # fmt: skip
     """Tokenize all documents of files [(name, bytes, fetch)] into data/NAME, in the files' order.
 
-    A document goes to the validation split by the hash of its text, so adding or reordering others
-    never moves it. Shards grow in data/NAME.tmp, and with each one the place in the input is noted
-    there: the same command goes on from it and gives the same bytes. An older dataset of that name
-    is replaced when the new one is whole.
+    A document goes to the validation split by the hash of its first part, so adding or reordering
+    others never moves it. Shards grow in data/NAME.tmp, and with each one the place in the input is
+    noted there: the same command goes on from it and gives the same bytes. An older dataset of that
+    name is replaced when the new one is whole.
     """
-    final, folder = pathlib.Path(DATA_DIR, name), pathlib.Path(DATA_DIR, f"{name}.tmp")
+    final = pathlib.Path(os.path.realpath(pathlib.Path(DATA_DIR, name)))
+    folder = final.with_name(f"{final.name}.tmp")
+    refuse_strangers(final)
     files = sorted(files)
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    settings = [[[n, size] for n, size, _ in files], tokenizer.name, val_fraction, field, max_tokens,
-                shard_tokens]  # fmt: skip
-    state = load_progress(folder, settings)
+    changed = lambda path: os.stat(path).st_mtime_ns if os.path.isfile(path) else None
+    settings = [[[n, size, changed(n)] for n, size, _ in files], tokenizer_identity(tokenizer.name),
+                val_fraction, field, max_tokens, shard_tokens]  # fmt: skip
+    state = load_progress(folder, settings, "-" not in [n for n, _, _ in files])
     check_space(files, tokenizer, dtype, max_tokens, state)
     waiting, counts = {"train": [], "val": []}, state["tokens"]
     n_waiting = dict.fromkeys(waiting, 0)
+
+    def add(split, ids):
+        waiting[split].append(ids.astype(dtype))
+        n_waiting[split] += len(ids)
 
     def flush(place):
         for split, parts in waiting.items():
@@ -637,49 +671,72 @@ def prepare(name, files, tokenizer, source, val_fraction, field="text", skip_bad
             ThreadPoolExecutor(workers) as pool,
             tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", disable=None) as bar,
         ):
-            work = batches(files, state, val_fraction, field, skip_bad)
-            place = {}
+            work, place = batches(files, state, val_fraction, field, skip_bad), {}
+            if sum(counts.values()) == max_tokens:  # killed after its last shard
+                work = []
             for ids, place in in_order(pool, encode, work, workers + 1):
+                room = (max_tokens or math.inf) - sum(counts.values()) - sum(n_waiting.values())
                 for split in waiting:
-                    waiting[split].append(ids[split].astype(dtype))
-                    n_waiting[split] += len(ids[split])
+                    add(split, ids[split][: min(room, len(ids[split]))])
+                    room -= min(room, len(ids[split]))
                 so_far = sum(counts.values()) + sum(n_waiting.values())
                 bar.update(place.pop("bytes") - bar.n)
                 bar.set_postfix_str(f"{place['documents']:,} documents, {so_far:,} tokens")
-                if max_tokens and so_far >= max_tokens:
+                if room == 0:
                     break
                 if max(n_waiting.values()) >= shard_tokens:
                     flush(place)
         if place:
+            so_far = {split: counts[split] + n_waiting[split] for split in waiting}
+            if 0 in so_far.values() and sum(n_waiting.values()) > 1:
+                # too few documents to draw from: the end of the text validates
+                ids = np.concatenate(waiting["train"] + waiting["val"])
+                n = max(1, int(len(ids) * val_fraction))
+                waiting, n_waiting = {"train": [], "val": []}, dict.fromkeys(waiting, 0)
+                add("train", ids[:-n])
+                add("val", ids[-n:])
             flush(place)
-        if state["documents"] == 1 and not counts["val"]:
-            split_tail(folder, dtype, val_fraction, counts)
         if not all(counts.values()):
-            empty = "train" if not counts["train"] else "val"
-            raise ValueError(
-                f"the {empty} split is empty: {state['documents']} documents with text are too few "
-                f"for --val_fraction={val_fraction}; give more files, or another fraction"
-            )
+            shutil.rmtree(folder)
+            raise ValueError(f"{source} has no text, or too little of it to train and validate on")
         finish(final, folder, tokenizer, dtype, source, state)
     except BaseException:
-        if state["shards"] == 0 or not (folder / "progress.json").exists():
+        if state["shards"] == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def load_progress(folder, settings):
+def refuse_strangers(folder):
+    """A dataset's folder is replaced whole, so it must hold nothing else."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; take another --name")
+    own = lambda name: name.endswith(".bin") or name in ("meta.json", "tokenizer.json")
+    strangers = [path.name for path in folder.glob("*") if not own(path.name)]
+    if strangers:
+        raise ValueError(
+            f"{folder} holds what is not a dataset's, such as {strangers[0]}; take another --name"
+        )
+
+
+def load_progress(folder, settings, can_go_on):
     """Where an interrupted run with the same settings stopped, or the beginning."""
-    begin = {"file": 0, "part": 0, "documents": 0, "bad": 0, "shards": 0,
-             "tokens": {"train": 0, "val": 0}}  # fmt: skip
-    try:
-        saved = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
-        if saved["settings"] == json.loads(json.dumps(settings)):
-            print(f"going on after {saved['state']['documents']:,} documents of {folder}")
-            return saved["state"]
-    except (OSError, ValueError, KeyError):
-        pass
+    path = folder / "progress.json"
+    if path.exists() and can_go_on:
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            same = saved["settings"] == json.loads(json.dumps(settings))
+        except (OSError, ValueError, KeyError, TypeError):
+            same = False
+        if not same:
+            raise ValueError(
+                f"{folder} is of an interrupted run with other flags or files: repeat that command, or "
+                f"remove the folder"
+            )
+        print(f"going on after {saved['state']['documents']:,} documents of {folder}")
+        return saved["state"]
     shutil.rmtree(folder, ignore_errors=True)
-    return begin
+    return {"file": 0, "part": 0, "documents": 0, "bad": 0, "shards": 0,
+            "tokens": {"train": 0, "val": 0}}  # fmt: skip
 
 
 def check_space(files, tokenizer, dtype, max_tokens, state):
@@ -712,7 +769,9 @@ def batches(files, state, val_fraction, field, skip_bad):
                 split = "val" if is_val else "train"
             if number > start or part > skip:
                 place["bad" if text is None else "documents"] += ends
-                if text is not None:
+                if text is None and split:  # damaged in the middle of a document
+                    batch[split].append(("", True))
+                elif text is not None:
                     batch[split].append((text, ends))
                     size += len(text)
                 place |= {"file": number, "part": part, "bytes": int(before + share * n_bytes)}
@@ -738,51 +797,46 @@ def in_order(pool, encode, work, ahead):
         yield future.result(), place
 
 
-def split_tail(folder, dtype, val_fraction, counts):
-    """A lone document cannot be in both splits whole: the end of its last shard validates."""
-    path = max(folder.glob("train_*.bin"))
-    tokens = np.array(read_shard(str(path)))
-    n = max(1, int(len(tokens) * val_fraction))
-    write_shard(str(folder / "val_000000.bin"), tokens[-n:], dtype)
-    write_shard(str(path), tokens[:-n], dtype)
-    counts["train"], counts["val"] = counts["train"] - n, n
-
-
 def finish(final, folder, tokenizer, dtype, source, state):
     """Write meta.json, and let the folder take the place of an older one."""
     name = tokenizer.name
     if os.path.isfile(name):  # the dataset carries its tokenizer
         shutil.copyfile(name, folder / "tokenizer.json")
-        name = (final / "tokenizer.json").as_posix()
+        name = "tokenizer.json"
     write_json(folder / "meta.json", {
         "tokenizer": name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
         "dtype": dtype, "tokens": state["tokens"], "documents": state["documents"],
         "skipped": state["bad"], "source": source,
     })  # fmt: skip
-    (folder / "progress.json").unlink(missing_ok=True)
-    shutil.rmtree(final, ignore_errors=True)
+    old = final.with_name(f"{final.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
     folder.rename(final)
+    (final / "progress.json").unlink(missing_ok=True)
+    shutil.rmtree(old, ignore_errors=True)
     skipped = f"; {state['bad']:,} bad records skipped" if state["bad"] else ""
-    print(f"{final}: {state['tokens']['train']:,} training and {state['tokens']['val']:,} validation "
-          f"tokens of {state['documents']:,} documents{skipped}")  # fmt: skip
+    print(f"{final.name}: {state['tokens']['train']:,} training and {state['tokens']['val']:,} "
+          f"validation tokens of {state['documents']:,} documents{skipped}")  # fmt: skip
 
 
 def write_json(path, value):
-    text = json.dumps(value, indent=2, ensure_ascii=False).encode("utf-8")
+    text = json.dumps(value, indent=2).encode("utf-8")
     write_atomic(str(path), lambda file: file.write(text))
 
 
 def prepare_stdlib():
     """The default dataset: nothing to download, a few seconds."""
-    source = f"Python {sys.version.split()[0]} standard library"
-    prepare("stdlib", stdlib_files(), load_tokenizer("bytes"), source, val_fraction=0.05)
+    prepare("stdlib", stdlib_files(), load_tokenizer("bytes"), STDLIB, val_fraction=0.05)
 
 
 def download_fineweb10B(name, num_shards):
     """Shards that are tokens already, as published for modded-nanogpt: the validation shard and the
     first `num_shards` of training, 100M tokens each. Those that are here and whole stay."""
     folder = pathlib.Path(DATA_DIR, name)
-    files = hub_files("kjj0/fineweb10B-gpt2", "*.bin", folder=str(folder))
+    if (folder / "meta.json").exists() and load_meta(name).get("source") != FINEWEB:
+        raise ValueError(f"{folder} is another dataset; take another --name")
+    files = hub_files(FINEWEB, "*.bin", folder=str(folder))
     files = [f for f in files if "val" in f[0]] + [f for f in files if "train" in f[0]][:num_shards]
     missing = []
     for file in files:
@@ -798,11 +852,11 @@ def download_fineweb10B(name, num_shards):
     for _, _, fetch in tqdm(missing, desc="downloading", unit="shard", disable=None):
         read_shard(fetch())
     counts = {"train": 0, "val": 0}
-    for file, _, _ in files:
-        counts["val" if "val" in file else "train"] += len(read_shard(str(folder / file)))
+    for path in folder.glob("*.bin"):  # those of an earlier call count too
+        counts["val" if "val" in path.name else "train"] += len(read_shard(str(path)))
     write_json(folder / "meta.json", {
         "tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "dtype": "uint16", "tokens": counts,
-        "source": "kjj0/fineweb10B-gpt2",
+        "source": FINEWEB,
     })  # fmt: skip
     print(f"{folder}: {counts['train']:,} training and {counts['val']:,} validation tokens")
 
@@ -832,10 +886,9 @@ def info(name, show=3):
     ends = np.flatnonzero(tokens == tokenizer.eot)[:show]
     starts = np.append(0, ends + 1)
     for start in starts[starts < len(tokens)][:show]:
-        text = tokenizer.decode_bytes(tokens[start : start + 200].tolist()).decode(
-            "utf-8", "replace"
-        )
-        print(f"\n--- a validation document\n{text}")
+        end = next((end for end in ends if end >= start), len(tokens))
+        text = tokenizer.decode_bytes(tokens[start : min(end, start + 200)].tolist())
+        print(f"\n--- a validation document\n{text.decode('utf-8', 'replace')}")
 
 
 def main():
@@ -853,7 +906,7 @@ def main():
     add("--num_shards", type=int, help="only the first N files of the hub's data set")
     add("--max_tokens", type=int, help="stop after about N tokens")
     add("--skip_bad", action="store_true", help="leave out and count what cannot be read")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     command, *rest = args.source
     for flag in ("num_shards", "max_tokens"):
         if getattr(args, flag) is not None and getattr(args, flag) < 1:
@@ -864,17 +917,17 @@ def main():
     if (single and rest) or (command in ("hf", "info") and len(rest) != 1):
         takes = "one name" if command in ("hf", "info") else "nothing"
         raise ValueError(f"{command} takes {takes} after it, not {' '.join(rest) or 'nothing'}")
-    if command == "stdlib":
-        return prepare_stdlib()
     if command == "info":
         return info(rest[0])
-    hub = single or command == "hf"
+    hub = command in (*CORPORA, "hf", "fineweb10B")
     name = args.name or (command if single else rest[0].split("/")[-1] if hub else None)
-    if not name or os.path.basename(name) != name or name in (".", ".."):
+    if not name or not re.fullmatch(r"\w[\w.-]*", name) or name.endswith((".tmp", ".old")):
         raise ValueError(f"--name must be a plain folder name, as in --name=mine, not {name!r}")
     if command == "fineweb10B":
         return download_fineweb10B(name, args.num_shards)
-    if hub:
+    if command == "stdlib":
+        files, source = stdlib_files(), STDLIB
+    elif hub:
         repo, pattern = CORPORA.get(command) or (rest[0], args.files)
         files, source = hub_files(repo, pattern, args.num_shards), f"{repo} {pattern}"
     else:
@@ -886,6 +939,8 @@ def main():
     )
 
 
+STDLIB = f"Python {sys.version.split()[0]} standard library"
+FINEWEB = "kjj0/fineweb10B-gpt2"
 HUB_VAL_FRACTION = 0.0005  # millions of documents: a few thousand of them are enough
 CORPORA = {
     "openwebtext": ("Skylion007/openwebtext", "plain_text/*.parquet"),

@@ -44,6 +44,7 @@ from prepare import (
     parse_bool,
     prepare_stdlib,
     run_cli,
+    tokenizer_identity,
 )
 from sample import generate, write_stream
 
@@ -113,7 +114,7 @@ class TextData:
         self.T, metas = T, [load_meta(name) for name in self.names]
         self.meta = metas[0] | {"vocab_size": max(meta["vocab_size"] for meta in metas)}
         for name, meta in zip(self.names, metas):
-            if meta["tokenizer"] != metas[0]["tokenizer"]:
+            if len({tokenizer_identity(m["tokenizer"]) for m in (meta, metas[0])}) > 1:
                 raise ValueError(
                     f"{name} was made with the tokenizer {meta['tokenizer']}, but {self.names[0]} with "
                     f"{metas[0]['tokenizer']}: they cannot be mixed"
@@ -263,10 +264,11 @@ def backward(model, scaler, batches, device):
     for i, (x, y) in enumerate(batches):
         if ranks > 1:  # gradients travel once, with the last micro-batch
             is_last = i + 1 == len(batches)
-            if isinstance(model, DistributedDataParallel):
-                model.require_backward_grad_sync = is_last
+            inner = getattr(model, "_orig_mod", model)  # of torch.compile
+            if isinstance(inner, DistributedDataParallel):
+                inner.require_backward_grad_sync = is_last
             else:
-                model.set_requires_gradient_sync(is_last)
+                inner.set_requires_gradient_sync(is_last)
         share = (y >= 0).sum().item() / count
         x, y = (t.to(device, non_blocking=True) for t in (x, y))
         part = model(x, y, y.size(1))[1] * share

@@ -132,12 +132,13 @@ def documents_of_one(name):
             yield tokenizer.decode_bytes(shard.tolist()).decode()
 
 
-def test_a_lone_document_validates_on_its_end():
-    pathlib.Path("input.txt").write_text("".join(f"line {i}\n" for i in range(1000)))
-    run("input.txt", "--name=one", "--val_fraction=0.1")
+@pytest.mark.parametrize("first", "abcdefghijklmnop")
+def test_a_lone_document_validates_on_its_end_wherever_its_hash_falls(first):
+    text = first + "".join(f"line {i}\n" for i in range(100))
+    pathlib.Path("input.txt").write_text(text)
+    run("input.txt", "--name=one", "--val_fraction=0.25")
     train_text, val_text = documents_of_one("one")
-    assert train_text + val_text == pathlib.Path("input.txt").read_text()
-    assert 0.09 < len(val_text) / len(train_text + val_text) < 0.11
+    assert train_text + val_text == text and 0.24 < len(val_text) / len(text) < 0.26
 
 
 def test_a_document_longer_than_a_part_is_one_document_with_the_same_tokens(gpt2, monkeypatch):
@@ -205,6 +206,22 @@ def test_an_unusable_tokenizer_is_one_line(capsys):
     assert "bad.json" in fails(capsys, prepare.main, "a.jsonl", "--name=x", "--tokenizer=bad.json")
 
 
+def test_a_tokenizer_that_asks_for_truncation_and_padding_gets_neither(tokenizer_json):
+    file = json.loads(pathlib.Path(tokenizer_json).read_text())
+    file["truncation"] = {
+        "direction": "Right",
+        "max_length": 16,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    file["padding"] = {"strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": None,
+                       "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}  # fmt: skip
+    pathlib.Path(tokenizer_json).write_text(json.dumps(file))
+    tokenizer = prepare.HFTokenizer(tokenizer_json)
+    for text in ("hello world " * 50, "x"):
+        assert tokenizer.decode_bytes(tokenizer.encode(text)) == text.encode()
+
+
 # ------------------------------------------------------------------------------------------------
 # Splits, shards, going on
 
@@ -262,7 +279,39 @@ def test_max_tokens_takes_a_part(monkeypatch):
     monkeypatch.setattr(prepare, "BATCH", 3000)
     write("a.jsonl", texts(300))
     run("a.jsonl", "--name=x", "--val_fraction=0.3", "--max_tokens=20000")
-    assert 20_000 <= sum(prepare.load_meta("x")["tokens"].values()) < 25_000
+    assert sum(prepare.load_meta("x")["tokens"].values()) == 20_000
+
+
+def test_nothing_but_an_older_dataset_is_ever_replaced(capsys):
+    os.makedirs("data/shakespeare")
+    pathlib.Path("data/shakespeare/input.txt").write_text("To be, or not to be\n" * 99)
+    flags = ["data/shakespeare/input.txt", "--name=shakespeare"]
+    assert "input.txt" in fails(capsys, prepare.main, *flags)
+    assert os.listdir("data/shakespeare") == ["input.txt"]
+    pathlib.Path("data/file").write_text("")
+    assert "is a file" in fails(capsys, prepare.main, flags[0], "--name=file")
+    os.makedirs("elsewhere")
+    os.symlink(os.path.abspath("elsewhere"), "data/link")
+    run(flags[0], "--name=link")
+    assert os.path.islink("data/link") and os.path.exists("elsewhere/meta.json")
+
+
+def test_an_interrupted_run_is_not_thrown_away_for_other_flags(capsys, monkeypatch):
+    monkeypatch.setattr(prepare, "BATCH", 3000)
+    write("a.jsonl", texts(60))
+    args = "x", prepare.local_files(["a.jsonl"], ""), prepare.load_tokenizer("bytes"), "", 0.3
+    write_shard = prepare.write_shard
+
+    def killed(path, *rest):
+        if "train_000002" in path:
+            raise Killed
+        write_shard(path, *rest)
+
+    monkeypatch.setattr(prepare, "write_shard", killed)
+    with pytest.raises(Killed):
+        prepare.prepare(*args, shard_tokens=3000)
+    assert "interrupted" in fails(capsys, prepare.main, "a.jsonl", "--name=x", "--field=txet")
+    assert os.path.exists("data/x.tmp/train_000001.bin")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -356,6 +405,16 @@ def test_datasets_are_mixed_by_weight_and_only_with_one_tokenizer(gpt2):
         train.TextData("a,other", 32)
 
 
+def test_datasets_with_copies_of_one_tokenizer_are_mixed(tokenizer_json):
+    for name in "ab":
+        write(f"{name}.jsonl", texts(60, ord(name)))
+        run(
+            f"{name}.jsonl", f"--name={name}", f"--tokenizer={tokenizer_json}", "--val_fraction=0.3"
+        )
+    os.rename("data/b", "data/moved")
+    assert train.TextData("a,moved", 32).train_batch(2, 0, 0, 0)[0].shape == (2, 32)
+
+
 def test_windows_cross_shards_as_one_stream():
     os.makedirs("data/x")
     stream = np.arange(1000) % 251
@@ -397,11 +456,31 @@ def test_broken_files_are_named_and_can_be_skipped(capsys):
         assert set(texts(60)) <= set(documents("x")) and prepare.load_meta("x")["skipped"] == 1
 
 
+def test_a_text_cut_off_in_a_packed_file_is_ended_before_the_next(monkeypatch):
+    monkeypatch.setattr(prepare, "PART", 1000)
+    long = " ".join(texts(40))
+    pathlib.Path("a.txt.gz").write_bytes(gzip.compress(long.encode())[:-9])
+    write("b.jsonl", texts(60, 1))
+    run("a.txt.gz", "b.jsonl", "--name=x", "--val_fraction=0.3", "--skip_bad")
+    assert set(texts(60, 1)) <= set(documents("x"))
+
+
+def test_names_that_are_not_unicode_and_binary_files_do_no_harm(capsys):
+    for i, text in enumerate(texts(30)):
+        with open(os.fsencode(f"{i}-") + b"\xe9.txt", "wb") as file:
+            file.write(text.encode())
+    run(".", "--name=x", "--val_fraction=0.3")
+    assert len(documents("x")) == 30
+    pathlib.Path("utf16.txt").write_bytes("hello".encode("utf-16"))
+    assert "not UTF-8" in fails(capsys, prepare.main, "utf16.txt", "--name=y")
+    assert "--glob" in fails(capsys, prepare.main, ".", "--name=y", "--glob=/abs/*.txt")
+
+
 def test_mistakes_are_one_line_and_leave_nothing(capsys, monkeypatch):
     write("a.parquet", texts(9), "body")
     assert "body" in fails(capsys, prepare.main, "a.parquet", "--name=x")
     pathlib.Path("empty.jsonl").write_text("")
-    assert "0 documents" in fails(capsys, prepare.main, "empty.jsonl", "--name=x")
+    assert "no text" in fails(capsys, prepare.main, "empty.jsonl", "--name=x")
     assert "--name" in fails(capsys, prepare.main, "empty.jsonl")
     assert "one name" in fails(capsys, prepare.main, "hf")
     assert "nothing" in fails(capsys, prepare.main, "openwebtext", "x")

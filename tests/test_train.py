@@ -4,9 +4,11 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
+import traceback
 
 import pytest
 import torch
@@ -21,10 +23,24 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 MORE = [*SMALL, "--gradient_accumulation_steps=4"]
 
 
-def torchrun(*flags, processes=2):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               f"--nproc_per_node={processes}", ROOT / "train.py", *flags]  # fmt: skip
-    return subprocess.run(command, env=ENV, capture_output=True, text=True)
+def processes(n, *flags):
+    """train.main in n processes, as torchrun starts them. Forks, since imports take seconds."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    pids = []
+    for rank in range(n):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_PORT": port}
+            os.environ |= {"MASTER_ADDR": "localhost"} | {k: str(v) for k, v in where.items()}
+            try:
+                call(train.main, *flags)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * n
 
 
 def log(out_dir, key):
@@ -38,7 +54,7 @@ def log(out_dir, key):
 
 def test_two_processes_take_the_same_steps_as_one(text):  # noqa: F811
     call(train.main, *MORE, "--out_dir=one")
-    assert torchrun(*MORE, "--out_dir=two").returncode == 0
+    processes(2, *MORE, "--out_dir=two")
     one, two = state("one"), state("two")
     for name, moments in one["optimizer"]["state"].items():
         # after few steps the first moment is a sum of gradients
@@ -49,9 +65,8 @@ def test_two_processes_take_the_same_steps_as_one(text):  # noqa: F811
 
 def test_sharded_weights_train_alike_and_their_checkpoint_goes_on_anywhere(text):  # noqa: F811
     call(train.main, *MORE, "--out_dir=one")
-    flags = [*MORE, "--out_dir=two", "--max_iters=3", "--lr_decay_iters=6"]
-    result = torchrun(*flags, "--fsdp=True")
-    assert result.returncode == 0, result.stderr[-2000:]
+    flags = ["--out_dir=two", "--max_iters=3", "--lr_decay_iters=6", "--fsdp=True"]
+    processes(2, *MORE, *flags)
     call(train.main, "--init_from=resume", "--out_dir=two", "--max_iters=6", "--device=cpu")
     one, two = state("one")["model"], state("two")["model"]
     assert one.keys() == two.keys()
@@ -59,9 +74,19 @@ def test_sharded_weights_train_alike_and_their_checkpoint_goes_on_anywhere(text)
     assert max(abs(a - b) for a, b in zip(log("one", "loss"), log("two", "loss"))) <= 1e-5
 
 
-def test_batches_that_do_not_divide_are_one_line(text):  # noqa: F811
-    result = torchrun(*SMALL, "--gradient_accumulation_steps=3")
-    assert result.returncode != 0 and "3 do not divide among 2" in result.stderr
+def test_batches_that_do_not_divide_are_one_line(text, capsys, monkeypatch):  # noqa: F811
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    error = fails(capsys, train.main, *SMALL, "--gradient_accumulation_steps=3")
+    assert "3 do not divide among 2" in error
+
+
+@pytest.mark.slow
+def test_torchrun_starts_it(text):  # noqa: F811
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               ROOT / "train.py", *MORE, "--out_dir=two"]  # fmt: skip
+    subprocess.run(command, env=ENV, check=True)
+    assert state("two")["step"] == 6
 
 
 def test_activation_checkpointing_changes_nothing(text):  # noqa: F811
