@@ -327,6 +327,8 @@ def write_atomic(path, write):
             file.flush()
             os.fsync(file.fileno())
         os.replace(tmp, path)
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror}") from error
     finally:
         if os.path.exists(tmp):
             os.remove(tmp)
@@ -930,6 +932,8 @@ def main():
     elif hub:
         repo, pattern = CORPORA.get(command) or (rest[0], args.files)
         files, source = hub_files(repo, pattern, args.num_shards), f"{repo} {pattern}"
+        size = sum(n for _, n, _ in files) / 1e9
+        print(f"{len(files)} files of {repo} come into the hub's cache one by one, {size:,.1f} GB in all")
     else:
         files, source = local_files(args.source, args.glob), " ".join(args.source)
     tokenizer = load_tokenizer(args.tokenizer or ("gpt2" if hub else "bytes"))
