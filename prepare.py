@@ -7,6 +7,9 @@
     python prepare.py hf REPO --files='*.parquet'   any other data set of the hub
     python prepare.py fineweb10B                    shards that are tokens already
     python prepare.py info NAME                     what a dataset holds, every shard checked
+    python prepare.py weights MODEL --out_dir=DIR   a Llama or Qwen 3 model of the hub, or its folder,
+        [--window=512] [--sink=1]                   as a checkpoint of ours
+    python prepare.py export DIR FOLDER             and back
 
 A dataset is a folder data/NAME of shards train_000000.bin..., val_000000.bin... and a meta.json.
 A shard is the format of llm.c and modded-nanogpt: 256 int32 (magic, version, token count), then the
@@ -277,6 +280,21 @@ def load_tokenizer(name):
     return HFTokenizer(name)
 
 
+def carry_tokenizer(name, folder):
+    """Copy a tokenizer.json into the folder of a dataset or model; the name to note there."""
+    if name is None or not os.path.isfile(name):
+        return name
+    target = os.path.join(folder, "tokenizer.json")
+    if not os.path.exists(target) or not os.path.samefile(name, target):
+        shutil.copyfile(name, target)
+    return "tokenizer.json"
+
+
+def tokenizer_path(name, folder):
+    """The name for load_tokenizer, of what carry_tokenizer noted in that folder."""
+    return pathlib.Path(folder, name).as_posix() if name == "tokenizer.json" else name
+
+
 def tokenizer_identity(name):
     """The name, or the hash of a tokenizer.json, so that copies of one file are the same."""
     if name in TOKENIZERS or not os.path.isfile(name):
@@ -391,8 +409,7 @@ def load_meta(name):
     try:
         with open(path, encoding="utf-8") as file:
             meta = json.load(file)
-        if meta["tokenizer"] == "tokenizer.json":  # the dataset's own
-            meta["tokenizer"] = pathlib.Path(path).with_name("tokenizer.json").as_posix()
+        meta["tokenizer"] = tokenizer_path(meta["tokenizer"], os.path.dirname(path))
         if meta.get("dtype") not in (None, *FORMATS):
             raise ValueError(f"dtype {meta['dtype']}")
         return {"dtype": None, **meta, "vocab_size": int(meta["vocab_size"])}
@@ -801,10 +818,7 @@ def in_order(pool, encode, work, ahead):
 
 def finish(final, folder, tokenizer, dtype, source, state):
     """Write meta.json, and let the folder take the place of an older one."""
-    name = tokenizer.name
-    if os.path.isfile(name):  # the dataset carries its tokenizer
-        shutil.copyfile(name, folder / "tokenizer.json")
-        name = "tokenizer.json"
+    name = carry_tokenizer(tokenizer.name, folder)
     write_json(folder / "meta.json", {
         "tokenizer": name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
         "dtype": dtype, "tokens": state["tokens"], "documents": state["documents"],
@@ -907,6 +921,9 @@ def main():
         "0.05; 0.0005 for the hub)")  # fmt: skip
     add("--num_shards", type=int, help="only the first N files of the hub's data set")
     add("--max_tokens", type=int, help="stop after about N tokens")
+    add("--out_dir", help="weights: where the checkpoint goes")
+    add("--window", type=int, help="weights: keys a base token sees (default 512)", default=512)
+    add("--sink", type=int, help="weights: first keys that stay visible (default 1)", default=1)
     add("--skip_bad", action="store_true", help="leave out and count what cannot be read")
     args = parser.parse_intermixed_args()
     command, *rest = args.source
@@ -919,6 +936,17 @@ def main():
     if (single and rest) or (command in ("hf", "info") and len(rest) != 1):
         takes = "one name" if command in ("hf", "info") else "nothing"
         raise ValueError(f"{command} takes {takes} after it, not {' '.join(rest) or 'nothing'}")
+    if command in ("weights", "export"):
+        import weights  # needs torch
+
+        if len(rest) != (2 if command == "export" else 1):
+            raise ValueError("it is: weights MODEL --out_dir=DIR, or: export DIR FOLDER")
+        if command == "export":
+            return weights.export_weights(*rest)
+        if not args.out_dir:
+            raise ValueError("weights needs --out_dir, where the checkpoint goes")
+        changes = {"window": args.window, "sink": args.sink}
+        return weights.import_weights(rest[0], args.out_dir, **changes)
     if command == "info":
         return info(rest[0])
     hub = command in (*CORPORA, "hf", "fineweb10B")
@@ -933,7 +961,9 @@ def main():
         repo, pattern = CORPORA.get(command) or (rest[0], args.files)
         files, source = hub_files(repo, pattern, args.num_shards), f"{repo} {pattern}"
         size = sum(n for _, n, _ in files) / 1e9
-        print(f"{len(files)} files of {repo} come into the hub's cache one by one, {size:,.1f} GB in all")
+        print(
+            f"{len(files)} files of {repo} come into the hub's cache one by one, {size:,.1f} GB in all"
+        )
     else:
         files, source = local_files(args.source, args.glob), " ".join(args.source)
     tokenizer = load_tokenizer(args.tokenizer or ("gpt2" if hub else "bytes"))

@@ -11,7 +11,7 @@ import warnings
 import torch
 
 from model import KVCache, choose_backend, load_checkpoint, pick_device
-from prepare import Parser, load_tokenizer, run_cli
+from prepare import Parser, load_tokenizer, run_cli, tokenizer_path
 
 
 def decode(model, cache, logits, n, pick):
@@ -157,7 +157,7 @@ def main():
     model, checkpoint = load_checkpoint(args.out_dir, device, **overrides)
     if checkpoint["tokenizer"] is None:
         raise ValueError(f"{args.out_dir} was trained on token ids, not on text: nothing to sample")
-    tokenizer = load_tokenizer(checkpoint["tokenizer"])
+    tokenizer = load_tokenizer(tokenizer_path(checkpoint["tokenizer"], args.out_dir))
     model.to(dtype).eval()
     print(f"attention backend: {choose_backend(args.backend)} on {device}", file=sys.stderr)
     if args.num_samples < 1:

@@ -36,8 +36,8 @@ from model import (
 )
 from prepare import (
     DATA_DIR,
-    TOKENIZERS,
     Parser,
+    carry_tokenizer,
     load_meta,
     load_split,
     load_tokenizer,
@@ -45,6 +45,7 @@ from prepare import (
     prepare_stdlib,
     run_cli,
     tokenizer_identity,
+    tokenizer_path,
 )
 from sample import generate, write_stream
 
@@ -528,10 +529,11 @@ class Run:
             folder = args.out_dir if checkpoint else args.init_from
             loaded = checkpoint or read_checkpoint(folder)
             self.model = model_of(loaded, folder, start, **asdict(config))
-            names = loaded["tokenizer"], self.data.meta["tokenizer"]
-            if names[0] != names[1] and set(names) & set(TOKENIZERS):
+            theirs = tokenizer_path(loaded["tokenizer"], folder)
+            ours = self.data.meta["tokenizer"]
+            if theirs and tokenizer_identity(theirs) != tokenizer_identity(ours):
                 raise ValueError(
-                    f"{folder} has the tokenizer {names[0]}, but {args.dataset} {names[1]}"
+                    f"{folder} has the tokenizer {theirs}, but {args.dataset} was made with {ours}"
                 )
             self.model.float()
         self.model.compute_dtype = self.dtype
@@ -611,7 +613,8 @@ class Run:
             save_checkpoint(self.args.out_dir, {
                 "model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict(),
                 "config": asdict(self.model.config), "step": self.step,
-                "best_val_loss": self.best_val_loss, "tokenizer": self.data.meta["tokenizer"],
+                "best_val_loss": self.best_val_loss,
+                "tokenizer": carry_tokenizer(self.data.meta["tokenizer"], self.args.out_dir),
                 "args": vars(self.args),
             })  # fmt: skip
         self.saved = self.step
