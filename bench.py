@@ -317,7 +317,7 @@ def pyplot():
 
 
 def plot(runs, out_dir):
-    """Training and validation loss of every run over steps, to OUT_DIR/plot.png."""
+    """Losses (or rewards of rl.py) of every run over steps, to OUT_DIR/plot.png."""
     logs = {}
     for run in runs:
         path = os.path.join(run, "log.jsonl")
@@ -332,12 +332,16 @@ def plot(runs, out_dir):
         return
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for number, (run, records) in enumerate(logs.items()):
-        for key, style in (("loss", "-"), ("val_loss", "o--")):
-            points = [(r["step"], r[key]) for r in records if key in r]
-            label = run if key == "loss" else f"{run}, validation"
-            alpha = 0.5 if key == "loss" else 1.0
-            axes.plot(*zip(*points), style, color=f"C{number}", alpha=alpha, label=label)
-    axes.set(xlabel="step", ylabel="loss, nats a token")
+        for key, style in (("loss", "-"), ("val_loss", "o--"), ("reward", "-")):
+            points = {r["step"]: r[key] for r in records if key in r}  # a resumed run repeats some
+            if not points:
+                continue
+            label = f"{run}, validation" if key == "val_loss" else f"{run}, {key}"
+            alpha = 1.0 if key == "val_loss" else 0.6
+            axes.plot(
+                *zip(*sorted(points.items())), style, color=f"C{number}", alpha=alpha, label=label
+            )
+    axes.set(xlabel="step", ylabel="loss in nats a token, or reward")
     axes.legend()
     os.makedirs(out_dir, exist_ok=True)
     path = os.path.join(out_dir, "plot.png")

@@ -52,9 +52,10 @@ def windows(tokenizer, files, T, limit):
 
 
 def evaluate_loss(args, device, dtype):
-    rows, text = [], None
+    rows, text, model = [], None, None
     for kind in args.attention.split(";"):
         changes = {n: getattr(args, n) for n in ("window", "sink") if getattr(args, n) is not None}
+        model = None  # free the one before
         model, checkpoint = load_checkpoint(args.out_dir, device, attention=kind, **changes)
         model.to(dtype).eval()
         if text is None:

@@ -589,7 +589,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         w, V = weight.to(x.dtype), weight.size(0)
         count = (targets >= 0).sum().clamp(min=1)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        dx, dw = [], torch.zeros_like(weight) if any(ctx.needs_input_grad) else None
+        dx, dw = [], None
+        if any(ctx.needs_input_grad):  # sums are float32, even of bf16 weights
+            dw = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         n_chunks = -(-x.size(0) * V // MAX_LOGITS)
         for xs, ts in zip(x.chunk(n_chunks), targets.chunk(n_chunks)):
             logits = (xs @ w.T).to(torch.promote_types(x.dtype, torch.float32))
@@ -602,7 +604,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 dx.append(dlogits @ w)
                 dw += dlogits.T @ xs
         if dw is not None:
-            ctx.save_for_backward(torch.cat(dx), dw, count)
+            ctx.save_for_backward(torch.cat(dx), dw.to(weight.dtype), count)
         return loss / count
 
     @staticmethod
@@ -720,19 +722,19 @@ def save_checkpoint(out_dir, checkpoint):
 
 def load_checkpoint(out_dir, device="cpu", **overrides):
     """(model, checkpoint) from out_dir/ckpt.pt. overrides: fields of GPTConfig to change."""
-    checkpoint = read_checkpoint(out_dir, device)
+    checkpoint = read_checkpoint(out_dir, mmap=True)  # optimizer state stays on the disk
     return model_of(checkpoint, out_dir, device, **overrides), checkpoint
 
 
-def read_checkpoint(out_dir, device="cpu", mmap=False):
-    """The dict in out_dir/ckpt.pt. mmap: tensors are read when they are used, for a look at the rest."""
+def read_checkpoint(out_dir, mmap=False):
+    """The dict in out_dir/ckpt.pt. mmap: tensors are read from the disk when they are used."""
     path = os.path.join(out_dir, "ckpt.pt")
     if not os.path.exists(path):
         raise FileNotFoundError(
             f"no checkpoint {path}; train one with train.py --out_dir={out_dir}"
         )
     try:
-        checkpoint = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         checkpoint["model"], GPTConfig(**checkpoint["config"])
     except Exception as error:  # unpickling a damaged file raises almost anything
         raise ValueError(f"{path} is not a checkpoint of ours, or is damaged: {error}") from error
@@ -764,7 +766,7 @@ def model_of(checkpoint, out_dir, device="cpu", **overrides):
     for name in own.keys() - state.keys():
         fill = torch.ones if ".alpha_" in name else torch.zeros
         state[name] = fill(own[name].shape, dtype=dtype)
-    state = {name: state[name].to(device) for name in own}
+    state = {name: state[name].to(device, copy=True) for name in own}
     model.load_state_dict(state, assign=True)
     if config.tie_embeddings:
         model.lm_head.weight = model.wte.weight

@@ -231,7 +231,6 @@ class HFTokenizer:
             raise
         except Exception as error:  # a plain Exception
             raise ValueError(f"{path} is not a Hugging Face tokenizer.json: {error}") from error
-        self.tokenizer.encode_special_tokens = True  # text that looks like one stays text
         self.tokenizer.no_truncation()  # the file may ask for both
         self.tokenizer.no_padding()
         ids = self.tokenizer.get_vocab(with_added_tokens=True)
@@ -249,7 +248,9 @@ class HFTokenizer:
         self.byte_of |= {chr(256 + i): byte for i, byte in enumerate(hidden)}
         self.byte_level = "ByteLevel" in str(json.loads(self.tokenizer.to_str())["decoder"])
 
-    def encode(self, text):
+    def encode(self, text, control=False):
+        """control: text that looks like a control token is one, as chat templates mean it."""
+        self.tokenizer.encode_special_tokens = not control
         ids = self.tokenizer.encode(clean(text), add_special_tokens=False).ids
         return np.array(ids, dtype=np.uint32)
 
@@ -287,6 +288,9 @@ def carry_tokenizer(name, folder):
     target = os.path.join(folder, "tokenizer.json")
     if not os.path.exists(target) or not os.path.samefile(name, target):
         shutil.copyfile(name, target)
+        template = os.path.join(os.path.dirname(name), "chat_template.jinja")
+        if os.path.exists(template):
+            shutil.copyfile(template, os.path.join(folder, "chat_template.jinja"))
     return "tokenizer.json"
 
 

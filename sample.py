@@ -1,9 +1,12 @@
 """Sample from a trained model: linear prefill, then decoding in pairs.
 
 python sample.py --out_dir=out --prompt='def main(' --max_new_tokens=200 --stats
+python sample.py --out_dir=out --chat [--system='Be brief.']
 """
 
 import codecs
+import os
+import re
 import sys
 import time
 import warnings
@@ -11,7 +14,7 @@ import warnings
 import torch
 
 from model import KVCache, choose_backend, load_checkpoint, pick_device
-from prepare import Parser, load_tokenizer, run_cli, tokenizer_path
+from prepare import Parser, load_tokenizer, needed, run_cli, tokenizer_path
 
 
 def decode(model, cache, logits, n, pick):
@@ -114,13 +117,120 @@ def generate(
     return run()
 
 
-def write_stream(tokenizer, steps, out=None):
-    """Write row 0 of generate()'s steps as they come, whole UTF-8 characters only. Returns the ids."""
+class ChatTemplate:
+    """How messages become tokens, for training and for talking.
+
+    A tokenizer of its own template (chat_template.jinja beside it) is asked; other models get
+
+        ### user
+        (text)
+        ### assistant
+        (text)(end of text)
+
+    What the messages say is encoded as plain text, so that nobody can write a control token.
+    """
+
+    ROLES = ("system", "user", "assistant")
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.template = tokenizer, None
+        path = os.path.join(os.path.dirname(tokenizer.name), "chat_template.jinja")
+        if tokenizer.name.endswith(".json") and os.path.exists(path):
+            sandbox = needed("jinja2.sandbox", "hf").ImmutableSandboxedEnvironment(
+                trim_blocks=True, lstrip_blocks=True
+            )
+            with open(path, encoding="utf-8") as file:
+                self.template = sandbox.from_string(file.read())
+        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        ids, said = self.encode(probe)
+        self.stop = {tokenizer.eot, [i for i, s in zip(ids, said) if s][-1]}  # ends a turn
+
+    def encode(self, messages, reply=False):
+        """(token ids, whether the assistant says each). reply: open the assistant's next turn.
+
+        The assistant says its text and the control token that ends its turn.
+        """
+        ids, said = [], []
+
+        def add(tokens, says):
+            ids.extend(int(i) for i in tokens)
+            said.extend([says] * len(tokens))
+
+        if self.template is None:
+            for message in messages + [{"role": "assistant"}] * reply:
+                is_last = "content" not in message
+                says = message["role"] == "assistant"
+                add(self.tokenizer.encode(f"### {message['role']}\n"), False)
+                if not is_last:
+                    add(self.tokenizer.encode(message["content"] + ("" if says else "\n")), says)
+                    add([self.tokenizer.eot] if says else [], says)
+            return ids, said
+        marked = [{**m, "content": f"\ue000{i}\ue001"} for i, m in enumerate(messages)]
+        text = self.template.render(messages=marked, add_generation_prompt=reply, tools=None)
+        says = False
+        for i, piece in enumerate(re.split("\ue000(\\d+)\ue001", text)):
+            if i % 2:
+                message = messages[int(piece)]
+                says = message["role"] == "assistant"
+                add(self.tokenizer.encode(message["content"]), says)
+            else:
+                tokens = self.tokenizer.encode(piece, control=True)
+                control = [n for n, t in enumerate(tokens) if int(t) in self.tokenizer.special]
+                end = control[0] + 1 if says and control else 0  # its turn ends there
+                add(tokens[:end], True)
+                add(tokens[end:], False)
+        return ids, said
+
+
+def chat(args, model, tokenizer, device, dtype):
+    """Talk. The cache keeps the whole conversation; a turn reads its own new tokens, no more."""
+    template, held = ChatTemplate(tokenizer), []  # held: the tokens in the cache
+    cache = KVCache(model.config, 1, args.max_context or model.config.block_size, device, dtype)
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    generator = torch.Generator(device).manual_seed(args.seed)
+    for line in iter(lambda: ask("> "), None):
+        messages.append({"role": "user", "content": line})
+        ids, _ = template.encode(messages, reply=True)
+        same = next(
+            (i for i, (a, b) in enumerate(zip(held, ids)) if a != b), min(len(held), len(ids) - 1)
+        )
+        cache.length = same  # usually all of it; some templates write the past anew
+        room = cache.max_len - len(ids)
+        if room < 1:
+            print(f"the context of {cache.max_len} tokens is full (--max_context)", file=sys.stderr)
+            return
+        new, began = torch.tensor([ids[same:]], device=device), time.perf_counter()
+        steps = generate(
+            model, new, min(room, args.max_new_tokens), args.temperature, args.top_k, args.top_p,
+            template.stop, generator, cache=cache, vocab_size=tokenizer.vocab_size,
+        )  # fmt: skip
+        reply = write_stream(tokenizer, steps, stop=template.stop)
+        held = (ids + reply)[: cache.length]
+        text = [i for i in reply if i not in template.stop]
+        content = tokenizer.decode_bytes(text).decode("utf-8", "replace")
+        messages.append({"role": "assistant", "content": content})
+        if args.stats:
+            print(f"{new.size(1)} new tokens read, {len(reply)} written in "
+                  f"{time.perf_counter() - began:.1f} s, {cache.length} in the cache", file=sys.stderr)  # fmt: skip
+
+
+def ask(prompt):
+    """A line from the user, or None at the end of the input."""
+    try:
+        return input(prompt)
+    except EOFError:
+        return None
+
+
+def write_stream(tokenizer, steps, out=None, stop=()):
+    """Write row 0 of generate()'s steps as they come, whole UTF-8 characters only. Returns the ids.
+    Those in `stop` are not shown."""
     out = out or sys.stdout
     text, ids = codecs.getincrementaldecoder("utf-8")("replace"), []
     for new, _ in steps:
         ids.append(int(new[0]))
-        out.write(text.decode(tokenizer.decode_bytes(ids[-1:])))
+        if ids[-1] not in stop:
+            out.write(text.decode(tokenizer.decode_bytes(ids[-1:])))
         out.flush()
     out.write(text.decode(b"", final=True) + "\n")
     return ids
@@ -149,6 +259,9 @@ def main():
     add("--device", help="cpu, cuda, mps (default: the best there is)")
     add("--dtype", help="float32, bfloat16, float16 (default: what suits the device)")
     add("--backend", help="attention backend: torch, flash or masked")
+    add("--chat", action="store_true", help="talk; the input's end or Ctrl-C ends it")
+    add("--system", help="what the model is told before a chat")
+    add("--max_context", type=int, help="tokens of a chat (default the model's block_size)")
     add("--stats", action="store_true", help="print times, rates and the size of the cache")
     args = parser.parse_args()
     device, dtype = pick_device(args.device, args.dtype)
@@ -160,6 +273,10 @@ def main():
     tokenizer = load_tokenizer(tokenizer_path(checkpoint["tokenizer"], args.out_dir))
     model.to(dtype).eval()
     print(f"attention backend: {choose_backend(args.backend)} on {device}", file=sys.stderr)
+    if args.max_context is not None and args.max_context < 1:
+        raise ValueError(f"max_context must be at least 1, not {args.max_context}")
+    if args.chat:
+        return chat(args, model, tokenizer, device, dtype)
     if args.num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, not {args.num_samples}")
     stop = [tokenizer.eot]

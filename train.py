@@ -1,10 +1,12 @@
-"""Pre-training: every position is a base token and an output token, T_out = T.
+"""Training. In pre-training every position is a base and an output token, T_out = T; in fine-tuning
+the prompt is only read, and T_out is the response.
 
 python train.py                                    a small model of Python source, on any machine
 python train.py --dataset=recall --attention=swa   look-ups farther away than a window reaches
 python train.py --init_from=resume                 go on from out_dir/ckpt.pt
 python train.py --preset=gpt2 --dataset=NAME       a folder data/NAME that prepare.py made
 python train.py --init_from=DIR --out_dir=NEW      continue from another run's weights
+python train.py --mode=sft --dataset=FILE.jsonl --init_from=DIR    teach it to answer
 torchrun --nproc_per_node=8 train.py ...           several GPUs: DDP, or --fsdp for large models
 """
 
@@ -47,7 +49,7 @@ from prepare import (
     tokenizer_identity,
     tokenizer_path,
 )
-from sample import generate, write_stream
+from sample import ChatTemplate, generate, write_stream
 
 # What suits a preset or a dataset; flags on the command line override it.
 RECIPES = {
@@ -65,6 +67,10 @@ RECIPES = {
     "6.8b": dict(
         batch_size=4, gradient_accumulation_steps=128, max_iters=9500, learning_rate=1.2e-4,
         warmup_iters=1000,
+    ),
+    "sft": dict(
+        batch_size=4, gradient_accumulation_steps=8, max_iters=500, learning_rate=2e-5,
+        warmup_iters=20, eval_interval=100,
     ),
     # continued pre-training: the paper's length and number of steps; its rate is not known
     "continue": dict(
@@ -217,6 +223,101 @@ class RecallData:
         yield from zip(x.split(B), y.split(B))
 
 
+class ChatData:
+    """Fine-tuning: lines of {"prompt", "response"} or {"messages": [{"role", "content"}, ...]}.
+
+    A batch's T_out runs from its earliest supervised position to its end; targets are -1 where
+    others speak. So batches hold examples of like response and prompt lengths. Padding is on the
+    right, where nothing looks. Batches depend on (seed, step, micro-batch) alone.
+    """
+
+    def __init__(self, path, tokenizer, T, overlong="cut"):
+        self.meta = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
+        self.T, self.template, self.skipped = T, ChatTemplate(tokenizer), 0
+        examples = []
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        example = self.fit(*self.read(line, f"{path}, line {number}"), overlong)
+                        examples += [example] if example else []
+                        self.skipped += example is None
+        except IsADirectoryError:
+            raise ValueError(
+                f"--mode=sft takes a .jsonl file as --dataset, not the folder {path}"
+            ) from None
+        if not examples:
+            raise ValueError(f"{path} has no response to learn from ({self.skipped} lines skipped)")
+        lengths = lambda example: (len(example[0]) - example[1], example[1])  # response, prompt
+        examples.sort(key=lengths)
+        self.examples = {
+            "val": examples[::20],
+            "train": [e for i, e in enumerate(examples) if i % 20],
+        }
+        self.examples["train"] = self.examples["train"] or examples
+
+    def read(self, line, where):
+        """(token ids, whether each is supervised) of one line."""
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where}: not JSON ({error})") from error
+        fields = record if isinstance(record, dict) else {}
+        messages, tokenizer = fields.get("messages"), self.template.tokenizer
+        if isinstance(messages, list):
+            for message in messages:
+                role = message.get("role") if isinstance(message, dict) else None
+                if role not in ChatTemplate.ROLES or not isinstance(message.get("content"), str):
+                    raise ValueError(f"{where}: a message needs content, and a role of "
+                                     f"{', '.join(ChatTemplate.ROLES)}; not {str(message)[:80]}")  # fmt: skip
+            try:
+                ids, said = self.template.encode(messages)
+            except Exception as error:  # templates raise what they like
+                raise ValueError(
+                    f"{where}: the model's chat template refuses it ({error})"
+                ) from error
+            empty = not any(m["content"] for m in messages if m["role"] == "assistant")
+            return ids, [s and not empty for s in said]
+        if not all(isinstance(fields.get(name), str) for name in ("prompt", "response")):
+            raise ValueError(f"{where}: a line is {{\"prompt\", \"response\"}} or {{\"messages\"}}, "
+                             f"with {', '.join(fields) or 'nothing'} found")  # fmt: skip
+        prompt = tokenizer.encode(fields["prompt"]).tolist() or [tokenizer.eot]
+        response = tokenizer.encode(fields["response"]).tolist()
+        response = response + [tokenizer.eot] if response else []
+        return prompt + response, [False] * len(prompt) + [True] * len(response)
+
+    def fit(self, ids, said, overlong):
+        """(ids, first supervised index, supervised) within T + 1 tokens, or None: nothing to learn."""
+        if len(ids) > self.T + 1:
+            if overlong == "drop":
+                return None
+            ids, said = ids[-self.T - 1 :], said[-self.T - 1 :]  # the prompt loses its beginning
+        said[0] = False  # nothing precedes it
+        return (np.array(ids), said.index(True), np.array(said)) if any(said) else None
+
+    def collate(self, examples):
+        """x (B, T), y (B, T_out), the last T_out positions' next tokens or -1."""
+        T = max(len(ids) for ids, _, _ in examples) - 1
+        start = min(first for _, first, _ in examples) - 1  # the position that predicts it
+        x, y = np.zeros((len(examples), T), int), np.full((len(examples), T), -1)
+        for row, (ids, _, said) in enumerate(examples):
+            x[row, : len(ids) - 1] = ids[:-1]
+            y[row, : len(ids) - 1] = np.where(said[1:], ids[1:], -1)
+        return torch.from_numpy(x), torch.from_numpy(y[:, start:].copy())
+
+    def train_batch(self, B, seed, step, m, accumulation=1):
+        examples = self.examples["train"]
+        n = -(-len(examples) // B)  # batches an epoch, each of neighbours in length
+        epoch, place = divmod(step * accumulation + m, n)
+        k = np.random.default_rng((seed, epoch)).permutation(n)[place]
+        return self.collate(examples[k * B : (k + 1) * B])
+
+    def val_batches(self, B, n_windows):
+        examples = self.examples["val"][:n_windows]
+        for i in range(0, len(examples), B):
+            yield self.collate(examples[i : i + B])
+
+
 @torch.no_grad()
 def evaluate(model, data, batch_size, n_windows, device, accuracy=False, rank=0, ranks=1):
     """Mean validation loss in nats a target, or with accuracy=True the share of targets that
@@ -229,9 +330,9 @@ def evaluate(model, data, batch_size, n_windows, device, accuracy=False, rank=0,
         x, y = x.to(device), y.to(device)
         n = (y >= 0).sum().item()
         if accuracy:
-            good = (model(x)[0].argmax(dim=-1) == y).sum().item()
+            good = (model(x, T_out=y.size(1))[0].argmax(dim=-1) == y).sum().item()
         else:
-            good = model(x, y)[1].item() * n
+            good = model(x, y, y.size(1))[1].item() * n
         sums += torch.tensor([good, n], dtype=torch.float64)
     model.train()
     if ranks > 1:
@@ -247,9 +348,11 @@ def learning_rate(step, args):
     """Linear warm-up to args.learning_rate, then a cosine down to args.min_lr."""
     if step < args.warmup_iters:
         return args.learning_rate * (step + 1) / args.warmup_iters
-    span = args.lr_decay_iters - args.warmup_iters
+    least = args.learning_rate / 10 if args.min_lr is None else args.min_lr
+    end = args.max_iters if args.lr_decay_iters is None else args.lr_decay_iters
+    span = end - args.warmup_iters
     done = min(1.0, (step - args.warmup_iters) / span) if span > 0 else 1.0
-    return args.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (args.learning_rate - args.min_lr)
+    return least + 0.5 * (1 + math.cos(math.pi * done)) * (args.learning_rate - least)
 
 
 def backward(model, scaler, batches, device):
@@ -259,7 +362,7 @@ def backward(model, scaler, batches, device):
     this process's part of the loss; the parts add up to it.
     """
     count = torch.tensor(float(sum((y >= 0).sum().item() for _, y in batches)), device=device)
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = world()[1]
     count = all_reduced(count).clamp(min=1)
     loss = torch.zeros((), device=device)
     for i, (x, y) in enumerate(batches):
@@ -278,6 +381,11 @@ def backward(model, scaler, batches, device):
     return loss
 
 
+def world():
+    """(rank of this process, number of processes)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def all_reduced(tensor):
     """The sum over all processes."""
     if dist.is_initialized():
@@ -288,11 +396,12 @@ def all_reduced(tensor):
 def load_ahead(data, args, step, device):
     """Yield the micro-batches of each step. A thread reads the next step's while this one runs."""
 
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, ranks = world()
 
     def load(step):
         micro = range(rank, args.gradient_accumulation_steps, ranks)
-        batches = [data.train_batch(args.batch_size, args.seed, step, m) for m in micro]
+        more = {"accumulation": len(micro) * ranks} if args.mode == "sft" else {}
+        batches = [data.train_batch(args.batch_size, args.seed, step, m, **more) for m in micro]
         if args.T_out:
             batches = [(x, y[:, -args.T_out :].contiguous()) for x, y in batches]
         if device.type == "cuda":  # from pinned memory the copy runs beside the computation
@@ -311,8 +420,14 @@ def load_ahead(data, args, step, device):
 def build_parser():
     parser = Parser(__doc__)
     add = parser.add_argument
+    add(
+        "--mode",
+        default="pt",
+        choices=("pt", "sft"),
+        help="pre-training or fine-tuning (default pt)",
+    )
     add("--dataset", default="stdlib", help="a folder of data/, several with weights as in "
-        "owt:3,code:1, or recall (default stdlib)")  # fmt: skip
+        "owt:3,code:1, or recall (default stdlib); in fine-tuning a .jsonl file")  # fmt: skip
     add("--preset", default="laptop", help=f"model shape: {', '.join(PRESETS)} (default laptop)")
     add("--out_dir", default="out", help="folder of ckpt.pt and log.jsonl (default out)")
     add("--init_from", default="scratch", help="scratch, resume (from out_dir), or a folder whose "
@@ -335,6 +450,8 @@ def build_parser():
     add("--eval_windows", type=int, default=128, help="validation sequences, always the same")
     add("--log_interval", type=int, default=10)
     add("--T_out", type=int, help="predict at the last N positions of a window only (default all)")
+    add("--overlong", default="cut", choices=("cut", "drop"), help="fine-tuning examples longer than "
+        "block_size: cut the prompt's beginning, or drop (default cut)")  # fmt: skip
     add("--full_until", type=float, default=0.0, help="share of the steps trained with full "
         "attention before it becomes --attention; 0 is the paper")  # fmt: skip
     run = parser.add_argument_group("machine")
@@ -369,6 +486,11 @@ def parse_args(argv=None):
         raise ValueError(f"unknown preset '{args.preset}'; known are {', '.join(PRESETS)}")
     if args.init_from == "resume":
         saved = read_checkpoint(args.out_dir, mmap=True)["args"]
+        if not saved:
+            raise ValueError(
+                f"{args.out_dir} holds weights, not a run that can go on; start from them with "
+                f"--init_from={args.out_dir} --out_dir=NEW"
+            )
         parser.set_defaults(**{k: v for k, v in saved.items() if k not in MACHINE})
         args = parser.parse_args(argv)
         changed = [k for k, v in saved.items() if k not in MACHINE and getattr(args, k) != v]
@@ -382,7 +504,7 @@ def parse_args(argv=None):
         args = parser.parse_args(argv)
     elif os.path.isdir(args.init_from):
         parser.set_defaults(**read_checkpoint(args.init_from, mmap=True)["config"])
-        parser.set_defaults(**RECIPES["continue"])
+        parser.set_defaults(**RECIPES["continue" if args.mode == "pt" else "sft"])
         args = parser.parse_args(argv)
     else:
         raise ValueError(f"--init_from must be scratch, resume or a folder, not '{args.init_from}'")
@@ -390,23 +512,24 @@ def parse_args(argv=None):
                  "eval_windows", "log_interval"):  # fmt: skip
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, not {getattr(args, name)}")
-    if args.seed < 0 or args.warmup_iters < 0 or args.grad_clip < 0:
-        raise ValueError("--seed, --warmup_iters and --grad_clip must not be negative")
+    for name in ("seed", "warmup_iters", "grad_clip", "weight_decay", "learning_rate", "min_lr",
+                 "lr_decay_iters", "peak_tflops"):  # fmt: skip
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < math.inf:  # nan is refused too
+            raise ValueError(f"--{name} must be a number from 0 on, not {value}")
     if not 0 <= args.full_until <= 1:
         raise ValueError(f"--full_until must be from 0 to 1, not {args.full_until}")
     if args.T_out is not None and not 1 <= args.T_out <= args.block_size:
         raise ValueError(
             f"--T_out must be from 1 to block_size {args.block_size}, not {args.T_out}"
         )
-    if args.min_lr is None:
-        args.min_lr = args.learning_rate / 10
-    if args.lr_decay_iters is None:
-        args.lr_decay_iters = args.max_iters
     return args
 
 
 def open_data(args):
     """The dataset that the flags name."""
+    if args.mode == "sft":
+        return open_chats(args)
     if args.dataset == "recall":
         return RecallData(config_of(args))
     if args.dataset == "stdlib" and not os.path.exists(f"{DATA_DIR}/stdlib/meta.json"):
@@ -415,6 +538,16 @@ def open_data(args):
         if dist.is_initialized():
             dist.barrier()
     return TextData(args.dataset, args.block_size)
+
+
+def open_chats(args):
+    """Examples in the tokenizer of the model that is to learn them."""
+    folder = args.out_dir if args.init_from == "resume" else args.init_from
+    name = "bytes" if folder == "scratch" else read_checkpoint(folder, mmap=True)["tokenizer"]
+    if name is None:
+        raise ValueError(f"{folder} has no tokenizer: it was trained on token ids")
+    tokenizer = load_tokenizer(tokenizer_path(name, folder))
+    return ChatData(args.dataset, tokenizer, args.block_size, args.overlong)
 
 
 def config_of(args, data=RecallData, attention=None):
@@ -472,22 +605,23 @@ def closing_sample(model, data, device):
 
 def start_processes(args):
     """(device, dtype, rank, processes). Under torchrun each process takes a GPU of its own."""
-    device, dtype = pick_device(args.device, args.dtype)
     if "RANK" not in os.environ:
         if args.fsdp:
             raise ValueError(
                 "--fsdp shards over processes: torchrun --nproc_per_node=N train.py ..."
             )
-        return device, dtype, 0, 1
+        return *pick_device(args.device, args.dtype), 0, 1
     ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-    if device.type == "cuda":
+    name = args.device
+    if torch.cuda.is_available() and name in (None, "auto", "cuda"):
         if local >= torch.cuda.device_count():
             raise ValueError(
                 f"{os.environ.get('LOCAL_WORLD_SIZE', ranks)} processes, but "
                 f"{torch.cuda.device_count()} GPUs here: lower torchrun's --nproc_per_node"
             )
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(local)  # before anything touches the first GPU
+        name = f"cuda:{local}"
+    device, dtype = pick_device(name, args.dtype)
     if args.gradient_accumulation_steps % ranks:
         raise ValueError(
             f"--gradient_accumulation_steps counts the micro-batches of all processes: "
@@ -506,6 +640,7 @@ class Run:
     def __init__(self, args, data, device, dtype):
         self.args, self.data, self.device, self.dtype = args, data, device, dtype
         self.step, self.best_val_loss, self.saved = 0, math.inf, None
+        self.tokens = self.flops = 0  # of this process since it started
         self.first_bad = torch.tensor(-1, device=device)  # step whose loss was not finite
         if args.init_from == "resume":
             self.load()
@@ -547,12 +682,18 @@ class Run:
             options = by_name.StateDictOptions(full_state_dict=True, strict=False)
             state = checkpoint["optimizer"]  # by name: alphas and betas that are new start afresh
             by_name.set_optimizer_state_dict(self.model, self.optimizer, state, options=options)
+            for group, decay in zip(self.optimizer.param_groups, (args.weight_decay, 0.0)):
+                group.update(weight_decay=decay, betas=(args.beta1, args.beta2))  # flags may change
+            for name, p in self.model.named_parameters():
+                if name not in state["state"] and p in self.optimizer.state:
+                    self.optimizer.state[p]["step"].zero_()
             self.scaler.load_state_dict(checkpoint["scaler"])
 
     def spread(self):
         """What a training step calls: the model, over all processes, compiled."""
         args, model = self.args, self.model
-        if args.fsdp if args.activation_checkpointing is None else args.activation_checkpointing:
+        recompute = args.activation_checkpointing
+        if args.fsdp if recompute is None else recompute:
             from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
                 checkpoint_wrapper,
             )
@@ -571,7 +712,8 @@ class Run:
         elif dist.is_initialized():
             ids = [self.device.index] if self.device.type == "cuda" else None
             forward = DistributedDataParallel(model, device_ids=ids)
-        self.compiled = self.device.type == "cuda" if args.compile is None else args.compile
+        default = self.device.type == "cuda" and args.mode == "pt"  # one shape; chats have many
+        self.compiled = default if args.compile is None else args.compile
         return torch.compile(forward) if self.compiled else forward
 
     def train_step(self, batches):
@@ -579,6 +721,9 @@ class Run:
         lr = learning_rate(self.step, self.args)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        for x, y in batches:
+            self.tokens += x.numel()
+            self.flops += 3 * len(x) * forward_flops(self.model.config, x.size(1), y.size(1))
         loss = backward(self.forward, self.scaler, batches, self.device)
         self.scaler.unscale_(self.optimizer)
         limit = self.args.grad_clip or math.inf
@@ -587,9 +732,13 @@ class Run:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        bad = ~torch.isfinite(loss) & (self.first_bad < 0)  # looked at later: no waiting here
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        good = torch.isfinite(loss)
+        if not self.scaler.is_enabled():  # a scaler skips the step itself
+            good &= torch.isfinite(norm)
+        bad = ~good & (self.first_bad < 0)  # looked at later: no waiting here
         self.first_bad = torch.where(bad, self.step, self.first_bad)
-        return loss, norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return loss, norm
 
     def check_finite(self):
         first = self.first_bad
@@ -598,18 +747,18 @@ class Run:
         if first >= 0:
             kept = "none was saved" if self.saved is None else f"the last is of step {self.saved}"
             raise ValueError(
-                f"the loss was not finite at step {int(first)}; the checkpoint is kept ({kept}); "
-                f"lower --learning_rate or raise --warmup_iters"
+                f"the loss or its gradient was not finite at step {int(first)}; the checkpoint is kept "
+                f"({kept}); lower --learning_rate or raise --warmup_iters"
             )
 
     def save(self):
         """Write out_dir/ckpt.pt, the whole state whatever the number of processes."""
         self.check_finite()
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        rank, ranks = world()
         options = by_name.StateDictOptions(full_state_dict=True, cpu_offload=ranks > 1)
         model = by_name.get_model_state_dict(self.model, options=options)
         optimizer = by_name.get_optimizer_state_dict(self.model, self.optimizer, options=options)
-        if ranks == 1 or dist.get_rank() == 0:
+        if rank == 0:
             save_checkpoint(self.args.out_dir, {
                 "model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict(),
                 "config": asdict(self.model.config), "step": self.step,
@@ -617,14 +766,30 @@ class Run:
                 "tokenizer": carry_tokenizer(self.data.meta["tokenizer"], self.args.out_dir),
                 "args": vars(self.args),
             })  # fmt: skip
+        if ranks > 1:
+            dist.barrier()  # who reads it next must find it whole
         self.saved = self.step
 
     def load(self):
         """Go on from out_dir/ckpt.pt."""
+        self.model = self.forward = self.optimizer = None  # room for the new ones
         checkpoint = read_checkpoint(self.args.out_dir)
         self.step, self.best_val_loss = checkpoint["step"], checkpoint["best_val_loss"]
         self.saved = self.step
         self.build(checkpoint)
+
+
+def show_saving(data, config, args):
+    """What reading the prompts in linear time saves, over the batches of an epoch."""
+    short = whole = 0
+    examples, B = data.examples["train"], args.batch_size
+    for k in range(0, len(examples), B):
+        x, y = data.collate(examples[k : k + B])
+        short += len(x) * forward_flops(config, x.size(1), y.size(1))
+        whole += len(x) * forward_flops(config, x.size(1), x.size(1))
+    print(f"{len(examples)} examples, {len(data.examples['val'])} to validate, {data.skipped} skipped "
+          f"(no response, or none left); T_out = response takes {short / whole:.0%} of the FLOPs of "
+          f"T_out = T")  # fmt: skip
 
 
 def peak_flops(args, device):
@@ -640,33 +805,35 @@ class Log:
 
     def __init__(self, run, rank):
         self.run, self.rank = run, rank
-        args, config = run.args, run.model.config
+        args = run.args
         self.peak = peak_flops(args, run.device)
-        flops = 3 * forward_flops(config, config.block_size, args.T_out or config.block_size)
-        sequences = args.gradient_accumulation_steps * args.batch_size
-        self.step_tokens, self.step_flops = sequences * config.block_size, sequences * flops
         if rank == 0:
-            self.file = open(os.path.join(args.out_dir, "log.jsonl"), "a", encoding="utf-8")
-        self.first, self.began = run.step, time.time()
+            mode = "a" if args.init_from == "resume" else "w"
+            self.file = open(os.path.join(args.out_dir, "log.jsonl"), mode, encoding="utf-8")
+        self.first, self.began = run.step, time.perf_counter()
         self.start_clock()
 
     def start_clock(self):
         """Evaluation and saving are not part of a step's time."""
-        self.clock, self.clock_step = time.time(), self.run.step
+        self.clock, self.clock_tokens, self.clock_flops = (
+            time.perf_counter(),
+            self.run.tokens,
+            self.run.flops,
+        )
 
     def training(self, loss, norm):
         run, args = self.run, self.run.args
         loss = all_reduced(loss).item()
-        now, lr = time.time(), learning_rate(run.step - 1, args)
-        speed = (run.step - self.clock_step) / (now - self.clock)  # steps a second
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        mfu = speed * self.step_flops / (self.peak * ranks) if self.peak else None
+        now, lr = time.perf_counter(), learning_rate(run.step - 1, args)
+        speed = world()[1] * (run.tokens - self.clock_tokens) / (now - self.clock)
+        flops = (run.flops - self.clock_flops) / (now - self.clock)
+        mfu = flops / self.peak if self.peak else None
         gpu = run.device.type == "cuda"
         memory = torch.cuda.max_memory_allocated(run.device) / 2**20 if gpu else None
         left = (now - self.began) / (run.step - self.first) * (args.max_iters - run.step)
         self.start_clock()
         record = {"step": run.step, "loss": loss, "lr": lr, "grad_norm": norm.item(),
-                  "tokens_per_s": speed * self.step_tokens, "mfu": mfu, "memory_mib": memory}  # fmt: skip
+                  "tokens_per_s": speed, "mfu": mfu, "memory_mib": memory}  # fmt: skip
         if self.rank == 0:
             use = "unknown" if mfu is None else f"{mfu:.0%}"
             print(
@@ -685,17 +852,23 @@ class Log:
 def train(run, log, rank, ranks):
     """The loop: step, log, validate and save, until max_iters or a SIGTERM."""
     args, asked_to_stop = run.args, []
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.append(1))
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main:
+        before = signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.append(1))
     coming = load_ahead(run.data, args, run.step, run.device)
     first = run.step
     while run.step < args.max_iters:
         if run.attention() != run.model.config.attention:  # the end of --full_until
             run.save()
             run.load()
-            print(f"step {run.step:>6}/{args.max_iters}  attention is {args.attention} from here")
+            log.start_clock()
+            if rank == 0:
+                print(
+                    f"step {run.step:>6}/{args.max_iters}  attention is {args.attention} from here"
+                )
+        batches = next(coming)
         try:
-            loss, norm = run.train_step(next(coming))
+            loss, norm = run.train_step(batches)
         except RuntimeError as error:
             if not run.compiled or run.step > first or isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -719,6 +892,11 @@ def train(run, log, rank, ranks):
             val_loss = evaluate(
                 run.model, run.data, args.batch_size, args.eval_windows, run.device, **share
             )
+            run.check_finite()
+            if not math.isfinite(val_loss):
+                raise ValueError(
+                    f"the validation loss is {val_loss} at step {step}; the checkpoint before it is kept"
+                )
             run.best_val_loss = min(run.best_val_loss, val_loss)
             record |= {"step": step, "val_loss": val_loss}
             if rank == 0:
@@ -730,6 +908,8 @@ def train(run, log, rank, ranks):
         log.write(record)
         if stop:
             raise KeyboardInterrupt
+    if in_main:
+        signal.signal(signal.SIGTERM, before)
 
 
 def main(argv=None):
@@ -746,6 +926,8 @@ def main(argv=None):
             f"block_size {config.block_size}, window {config.window}, sink {config.sink}; "
             f"{ranks} x {device.type}, {str(dtype)[6:]}, backend {backend}, compile {run.compiled}"
         )
+        if args.mode == "sft":
+            show_saving(data, config, args)
     try:
         train(run, log, rank, ranks)
     except KeyboardInterrupt:
@@ -761,7 +943,7 @@ def main(argv=None):
         if args.dataset == "recall":
             share = evaluate(run.model, data, args.batch_size, args.eval_windows, device, True)
             print(f"accuracy {share:.3f}")
-        else:
+        elif args.mode == "pt":
             closing_sample(run.model, data, device)
 
 

@@ -73,29 +73,61 @@ def our_config(theirs, **changes):
         })  # fmt: skip
     except KeyError as error:
         raise ValueError(f"config.json has no {error.args[0]}") from error
+    except TypeError as error:
+        raise ValueError(f"config.json has a value of the wrong kind ({error})") from error
 
 
 def find_tensors(folder):
     """{their name: safetensors file}, one file or many by the index. All missing files are listed."""
     index = folder / "model.safetensors.index.json"
+    names = {"model.safetensors"}
     if index.exists():
-        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    elif (folder / "model.safetensors").exists():
-        files = dict.fromkeys(["model.safetensors"])
-    else:
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is not an index of safetensors files ({error!r})") from error
+    elif not (folder / "model.safetensors").exists():
         raise ValueError(f"{folder} has no model.safetensors and no index of several")
-    missing = sorted({f for f in files.values() if f and not (folder / f).exists()})
+    missing = sorted(name for name in names if not (folder / name).exists())
     if missing:
         raise ValueError(f"{folder} lacks {len(missing)} of its files: {', '.join(missing)}")
     found = {}
     safe_open = needed("safetensors", "hf").safe_open
-    for name in sorted(set(filter(None, files.values())) or files):
+    for name in sorted(names):
         try:
             with safe_open(folder / name, "pt") as file:
                 found |= dict.fromkeys(file.keys(), folder / name)
         except Exception as error:  # SafetensorError is a plain Exception
             raise ValueError(f"{folder / name} cannot be read: {error}") from error
     return found
+
+
+def check_tensors(folder, config, files):
+    """({our name: theirs}, number of parameters), if all that config asks for is there in its shape."""
+    with torch.device("meta"):
+        shapes = {name: list(p.shape) for name, p in GPT(config).state_dict().items()}
+    wanted = {name: their_name(name) for name in shapes if their_name(name)}
+    if config.tie_embeddings:
+        del wanted["lm_head.weight"]  # a copy of it in the file adds nothing
+    lacking = sorted(set(wanted.values()) - files.keys())
+    known = {*wanted.values(), "lm_head.weight"}
+    surplus = sorted(n for n in files.keys() - known if not n.endswith("rotary_emb.inv_freq"))
+    for names, what in ((lacking, "lacks"), (surplus, "has, and we would not use,")):
+        if names:
+            raise ValueError(
+                f"{folder} {what} {len(names)} tensors, such as {', '.join(names[:3])}"
+            )
+    for path in sorted(set(files.values())):
+        with needed("safetensors", "hf").safe_open(path, "pt") as file:
+            for name, theirs in wanted.items():
+                shape = (
+                    file.get_slice(theirs).get_shape() if files[theirs] == path else shapes[name]
+                )
+                if shape != shapes[name]:
+                    raise ValueError(
+                        f"{path}: {theirs} is {shape}, config.json says {shapes[name]}"
+                    )
+    return wanted, sum(math.prod(shapes[name]) for name in wanted)
 
 
 def import_weights(source, out_dir, **changes):
@@ -118,45 +150,24 @@ def import_weights(source, out_dir, **changes):
         theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder}/config.json cannot be read: {error}") from error
+    if not isinstance(theirs, dict):
+        raise ValueError(f"{folder}/config.json is not an object")
     config = our_config(theirs, **changes)
     files = find_tensors(folder)
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in GPT(config).state_dict().items()}
-    wanted = {name: their_name(name) for name in shapes if their_name(name)}
-    if config.tie_embeddings:
-        wanted["lm_head.weight"] = OUTER["wte"] + ".weight"  # a copy of it in the file adds nothing
-    lacking = sorted(set(wanted.values()) - files.keys())
-    known = {*wanted.values(), "lm_head.weight"}
-    surplus = sorted(n for n in files.keys() - known if not n.endswith("rotary_emb.inv_freq"))
-    for names, what in ((lacking, "lacks"), (surplus, "has, and we would not use,")):
-        if names:
-            raise ValueError(
-                f"{folder} {what} {len(names)} tensors, such as {', '.join(names[:3])}"
-            )
+    wanted, size = check_tensors(folder, config, files)
     safe_open, state, dtypes = needed("safetensors", "hf").safe_open, {}, set()
-    for path in sorted(set(files.values())):
-        with safe_open(path, "pt") as file:
-            for name, theirs_name in wanted.items():
-                if files[theirs_name] == path:
-                    shape, want = file.get_slice(theirs_name).get_shape(), list(shapes[name])
-                    if shape != want:
-                        raise ValueError(
-                            f"{path}: {theirs_name} is {shape}, config.json says {want}"
-                        )
-    size = sum(math.prod(shape) for shape in shapes.values())
     with tqdm(total=len(wanted), desc="reading", unit="tensor", disable=None) as bar:
         for path in sorted(set(files.values())):
             with safe_open(path, "pt") as file:
                 for name, theirs_name in wanted.items():
-                    if files[theirs_name] == path and not (
-                        name == "lm_head.weight" and config.tie_embeddings
-                    ):
+                    if files[theirs_name] == path:
                         state[name] = file.get_tensor(theirs_name)
                         dtypes.add(str(state[name].dtype).removeprefix("torch."))
                     bar.update(files[theirs_name] == path)
     if config.tie_embeddings:
         state["lm_head.weight"] = state["wte.weight"]
     os.makedirs(out_dir, exist_ok=True)
+    carry_template(folder, out_dir)
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.exists():
         print(f"{folder} has no tokenizer.json: sample.py will not know this model's text")
@@ -166,6 +177,21 @@ def import_weights(source, out_dir, **changes):
     })  # fmt: skip
     print(f"{out_dir}/ckpt.pt: {size:,} parameters, {', '.join(sorted(dtypes))}, {config.attention}, "
           f"window {config.window}, sink {config.sink}")  # fmt: skip
+
+
+def carry_template(folder, out_dir):
+    """The model's chat template, if it has one, as out_dir/chat_template.jinja."""
+    path, more = folder / "chat_template.jinja", {}
+    if (folder / "tokenizer_config.json").exists():
+        more = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8") if path.exists() else more.get("chat_template")
+    if not isinstance(text, str):
+        return
+    for name in ("eos_token", "bos_token"):  # templates use their names
+        token = more.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        text = f"{{%- set {name} = {json.dumps(token or '')} -%}}" + text
+    pathlib.Path(out_dir, "chat_template.jinja").write_text(text, encoding="utf-8")
 
 
 def export_weights(out_dir, folder):
@@ -190,9 +216,12 @@ def export_weights(out_dir, folder):
     }
     tensors = {theirs: state[ours].contiguous() for theirs, ours in names.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    needed("safetensors.torch", "hf").save_file(
-        tensors, folder / "model.safetensors", metadata={"format": "pt"}
-    )
+    save_file = needed("safetensors.torch", "hf").save_file
+    try:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    except Exception as error:  # SafetensorError is a plain Exception
+        (folder / "model.safetensors").unlink(missing_ok=True)
+        raise OSError(f"cannot write {folder}/model.safetensors: {error}") from error
     kind = ARCHITECTURES[1 if config.qk_norm else 0]
     write_json(folder / "config.json", {
         "architectures": [kind], "model_type": "qwen3" if config.qk_norm else "llama",

@@ -15,6 +15,7 @@ import torch
 from test_cli import SMALL, call, fails, state, text, workdir  # noqa: F401 (fixtures)
 
 import bench
+import model as M
 import train
 from model import GPTConfig
 
@@ -79,6 +80,13 @@ def test_batches_that_do_not_divide_are_one_line(text, capsys, monkeypatch):  # 
         monkeypatch.setenv(name, value)
     error = fails(capsys, train.main, *SMALL, "--gradient_accumulation_steps=3")
     assert "3 do not divide among 2" in error
+
+
+def test_two_processes_switch_attention_together(text):  # noqa: F811
+    flags = [*MORE, "--full_until=0.5", "--eval_interval=2"]
+    call(train.main, *flags, "--out_dir=one")
+    processes(2, *flags, "--out_dir=two")
+    assert max(abs(a - b) for a, b in zip(log("one", "loss"), log("two", "loss"))) <= 1e-5
 
 
 @pytest.mark.slow
@@ -147,6 +155,30 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
     assert "step 5" in error and "step 3" in error and state("bad")["step"] == 3
 
 
+def test_a_model_that_is_not_finite_is_not_saved_over_a_good_one(text, capsys):  # noqa: F811
+    flags = ["--learning_rate=1e30", "--warmup_iters=0", "--eval_interval=1", "--grad_clip=0"]
+    assert "not finite" in fails(capsys, train.main, *SMALL, *flags, "--out_dir=bad")
+    path = pathlib.Path("bad/ckpt.pt")
+    assert not path.exists() or all(torch.isfinite(p).all() for p in state("bad")["model"].values())
+
+
+def test_a_resumed_run_obeys_the_flags_that_changed(text, capsys):  # noqa: F811
+    call(train.main, *SMALL, "--out_dir=a")
+    more = ["--weight_decay=0.7", "--beta2=0.5", "--max_iters=9", "--learning_rate=1e-5"]
+    call(train.main, "--init_from=resume", "--out_dir=a", "--device=cpu", *more)
+    group = state("a")["optimizer"]["param_groups"][0]
+    assert group["weight_decay"] == 0.7 and group["betas"] == (0.9, 0.5)
+    assert max(log("a", "lr")[-3:]) <= 1e-5
+    call(train.main, *SMALL, "--out_dir=a")
+    assert log("a", "step") == [1, 2, 3, 4, 5, 6]  # a new run has a new record
+
+
+def test_weights_without_a_run_cannot_be_resumed(text, capsys):  # noqa: F811
+    call(train.main, *SMALL, "--out_dir=a")
+    M.save_checkpoint("a", {**state("a"), "args": {}})
+    assert "--init_from=a" in fails(capsys, train.main, "--init_from=resume", "--out_dir=a")
+
+
 # ------------------------------------------------------------------------------------------------
 # Flags
 
@@ -181,7 +213,8 @@ def test_full_until_is_a_plain_transformer_first_and_the_same_function_at_the_sw
     assert (
         model["config"]["attention"] == "orthros" and "blocks.0.attn.alpha_base" in model["model"]
     )
-    assert model["optimizer"]["state"]["blocks.0.attn.q_proj.weight"]["step"] == 6
+    steps = {name: int(s["step"]) for name, s in model["optimizer"]["state"].items()}
+    assert steps["blocks.0.attn.q_proj.weight"] == 6 and steps["blocks.0.attn.alpha_base"] == 3
 
 
 def test_a_run_stopped_before_the_switch_goes_on_through_it(text):  # noqa: F811
@@ -227,7 +260,8 @@ def test_flops_count_the_second_stream_the_window_and_the_last_layer():
 @pytest.mark.parametrize("flag,word", [
     ("--full_until=2", "full_until"), ("--T_out=0", "T_out"), ("--T_out=99", "T_out"),
     ("--fsdp=True", "torchrun"), ("--dataset=text:x", "number"), ("--dataset=text:-1", "above 0"),
-    ("--init_from=nowhere", "folder")])  # fmt: skip
+    ("--init_from=nowhere", "folder"), ("--grad_clip=nan", "grad_clip"),
+    ("--weight_decay=-1", "weight_decay")])  # fmt: skip
 def test_a_wrong_flag_is_one_line(text, capsys, flag, word):  # noqa: F811
     assert word in fails(capsys, train.main, *SMALL, flag)
 
