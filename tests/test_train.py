@@ -31,17 +31,28 @@ def processes(n, *flags):
         port = free.getsockname()[1]
     pids = []
     for rank in range(n):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_PORT": port}
-            os.environ |= {"MASTER_ADDR": "localhost"} | {k: str(v) for k, v in where.items()}
-            try:
-                call(train.main, *flags)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
+        where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_PORT": port}
+        env = {"MASTER_ADDR": "localhost"} | {k: str(v) for k, v in where.items()}
+        pids.append(forked(lambda: (os.environ.update(env), call(train.main, *flags))))
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * n
+
+
+def forked(function):
+    """The pid of a copy of this process that calls function, then ends."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            function()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return pid
 
 
 def log(out_dir, key):
@@ -110,17 +121,18 @@ def test_activation_checkpointing_changes_nothing(text):  # noqa: F811
 
 def test_a_kill_while_saving_leaves_the_checkpoint_before(text):  # noqa: F811
     """The process dies between writing the second checkpoint and giving it its name."""
-    code = (
-        "import os, sys, train\n"
-        "replace, saves = os.replace, []\n"
-        "def dying(a, b):\n"
-        "    saves.append(1)\n"
-        "    os.kill(os.getpid(), 9) if len(saves) == 2 else replace(a, b)\n"
-        "os.replace = dying\n"
-        "train.main(sys.argv[1:])\n"
-    )
-    command = [sys.executable, "-c", code, *SMALL, "--out_dir=killed"]
-    assert subprocess.run(command, env=ENV, capture_output=True).returncode == -signal.SIGKILL
+
+    def dying():
+        replace, saves = os.replace, []
+
+        def second_kills(a, b):
+            saves.append(1)
+            os.kill(os.getpid(), 9) if len(saves) == 2 else replace(a, b)
+
+        os.replace = second_kills
+        call(train.main, *SMALL, "--out_dir=killed")
+
+    assert os.waitpid(forked(dying), 0)[1] == signal.SIGKILL
     assert state("killed")["step"] == 3
     call(train.main, "--init_from=resume", "--out_dir=killed", "--device=cpu")
     call(train.main, *SMALL, "--out_dir=whole")
@@ -128,17 +140,14 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(text):  # noqa: F811
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_sigterm_saves_first(text):  # noqa: F811
+def test_sigterm_saves_first(text, capfd):  # noqa: F811
     flags = [*SMALL, "--max_iters=100000", "--eval_interval=100000", "--out_dir=stopped"]
-    command = [sys.executable, ROOT / "train.py", *flags]
-    run = subprocess.Popen(command, env=ENV, stderr=subprocess.PIPE, text=True)
-    path = pathlib.Path("stopped/log.jsonl")
+    pid, path = forked(lambda: call(train.main, *flags)), pathlib.Path("stopped/log.jsonl")
     while not (path.exists() and path.stat().st_size > 500):
-        time.sleep(0.1)
-        assert run.poll() is None
-    run.terminate()
-    error = run.communicate()[1]
-    assert run.returncode == 130 and f"holds step {state('stopped')['step']}" in error
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert f"holds step {state('stopped')['step']}" in capfd.readouterr().err
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
