@@ -669,57 +669,33 @@ def prepare(name, files, tokenizer, source, val_fraction, field="text", skip_bad
                 val_fraction, field, max_tokens, shard_tokens]  # fmt: skip
     state = load_progress(folder, settings, "-" not in [n for n, _, _ in files])
     check_space(files, tokenizer, dtype, max_tokens, state)
-    waiting, counts = {"train": [], "val": []}, state["tokens"]
-    n_waiting = dict.fromkeys(waiting, 0)
-
-    def add(split, ids):
-        waiting[split].append(ids.astype(dtype))
-        n_waiting[split] += len(ids)
-
-    def flush(place):
-        for split, parts in waiting.items():
-            if n_waiting[split]:
-                write_shard(str(folder / f"{split}_{state['shards']:06d}.bin"), parts, dtype)
-            counts[split] += n_waiting[split]
-            waiting[split], n_waiting[split] = [], 0
-        state.update(place, shards=state["shards"] + 1)
-        write_json(folder / "progress.json", {"settings": settings, "state": state})
-
-    sys.setswitchinterval(1e-4)  # threads that use numpy give each other the interpreter often
+    shards = Shards(folder, dtype, settings, state)
     encode = getattr(tokenizer, "encode_documents", functools.partial(encode_documents, tokenizer))
     total, workers = sum(size for _, size, _ in files), min(os.cpu_count(), 8)
-    folder.mkdir(parents=True, exist_ok=True)
+    sys.setswitchinterval(1e-4)  # threads that use numpy give each other the interpreter often
     try:
         with (
             ThreadPoolExecutor(workers) as pool,
             tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", disable=None) as bar,
         ):
             work, place = batches(files, state, val_fraction, field, skip_bad), {}
-            if sum(counts.values()) == max_tokens:  # killed after its last shard
+            if shards.total() == max_tokens:  # killed after its last shard
                 work = []
             for ids, place in in_order(pool, encode, work, workers + 1):
-                room = (max_tokens or math.inf) - sum(counts.values()) - sum(n_waiting.values())
-                for split in waiting:
-                    add(split, ids[split][: min(room, len(ids[split]))])
+                room = (max_tokens or math.inf) - shards.total()
+                for split in ("train", "val"):
+                    shards.add(split, ids[split][: min(room, len(ids[split]))])
                     room -= min(room, len(ids[split]))
-                so_far = sum(counts.values()) + sum(n_waiting.values())
                 bar.update(place.pop("bytes") - bar.n)
-                bar.set_postfix_str(f"{place['documents']:,} documents, {so_far:,} tokens")
+                bar.set_postfix_str(f"{place['documents']:,} documents, {shards.total():,} tokens")
                 if room == 0:
                     break
-                if max(n_waiting.values()) >= shard_tokens:
-                    flush(place)
+                if max(shards.n_waiting.values()) >= shard_tokens:
+                    shards.flush(place)
         if place:
-            so_far = {split: counts[split] + n_waiting[split] for split in waiting}
-            if 0 in so_far.values() and sum(n_waiting.values()) > 1:
-                # too few documents to draw from: the end of the text validates
-                ids = np.concatenate(waiting["train"] + waiting["val"])
-                n = max(1, int(len(ids) * val_fraction))
-                waiting, n_waiting = {"train": [], "val": []}, dict.fromkeys(waiting, 0)
-                add("train", ids[:-n])
-                add("val", ids[-n:])
-            flush(place)
-        if not all(counts.values()):
+            shards.serve_both_splits(val_fraction)
+            shards.flush(place)
+        if not all(state["tokens"].values()):
             shutil.rmtree(folder)
             raise ValueError(f"{source} has no text, or too little of it to train and validate on")
         finish(final, folder, tokenizer, dtype, source, state)
@@ -727,6 +703,49 @@ def prepare(name, files, tokenizer, source, val_fraction, field="text", skip_bad
         if state["shards"] == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+class Shards:
+    """Tokens of both splits on their way to the disk. A flush writes a shard of each, and with them
+    the place in the input that they reach, so that a killed run goes on from there."""
+
+    def __init__(self, folder, dtype, settings, state):
+        self.folder, self.dtype, self.settings, self.state = folder, dtype, settings, state
+        self.clear()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def clear(self):
+        self.waiting, self.n_waiting = {"train": [], "val": []}, {"train": 0, "val": 0}
+
+    def total(self):
+        return sum(self.state["tokens"].values()) + sum(self.n_waiting.values())
+
+    def add(self, split, ids):
+        self.waiting[split].append(ids.astype(self.dtype))
+        self.n_waiting[split] += len(ids)
+
+    def flush(self, place):
+        state = self.state
+        for split, n in self.n_waiting.items():
+            if n:
+                path = self.folder / f"{split}_{state['shards']:06d}.bin"
+                write_shard(str(path), self.waiting[split], self.dtype)
+            state["tokens"][split] += n
+        self.clear()
+        state.update(place, shards=state["shards"] + 1)
+        write_json(self.folder / "progress.json", {"settings": self.settings, "state": state})
+
+    def serve_both_splits(self, val_fraction):
+        """Where documents are too few for both splits, the end of the text validates."""
+        written = self.state["tokens"]
+        served = all(written[split] + n for split, n in self.n_waiting.items())
+        if served or sum(self.n_waiting.values()) < 2:
+            return
+        ids = np.concatenate(self.waiting["train"] + self.waiting["val"])
+        n = max(1, int(len(ids) * val_fraction))
+        self.clear()
+        self.add("train", ids[:-n])
+        self.add("val", ids[-n:])
 
 
 def refuse_strangers(folder):
