@@ -167,7 +167,6 @@ def import_weights(source, out_dir, **changes):
     if config.tie_embeddings:
         state["lm_head.weight"] = state["wte.weight"]
     os.makedirs(out_dir, exist_ok=True)
-    carry_template(folder, out_dir)
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.exists():
         print(f"{folder} has no tokenizer.json: sample.py will not know this model's text")
@@ -175,6 +174,7 @@ def import_weights(source, out_dir, **changes):
         "model": state, "config": asdict(config), "step": 0, "best_val_loss": math.inf, "args": {},
         "tokenizer": carry_tokenizer(str(tokenizer), out_dir) if tokenizer.exists() else None,
     })  # fmt: skip
+    carry_template(folder, out_dir)
     print(f"{out_dir}/ckpt.pt: {size:,} parameters, {', '.join(sorted(dtypes))}, {config.attention}, "
           f"window {config.window}, sink {config.sink}")  # fmt: skip
 

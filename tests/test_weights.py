@@ -171,6 +171,22 @@ def test_an_imported_model_samples_is_evaluated_and_trains_on(capsys):
     assert "tokenizer" in fails(capsys, train.main, "--init_from=ours", "--dataset=bytes", *flags)
 
 
+def test_a_models_chat_template_comes_along_with_the_tokens_it_names():
+    theirs(vocab_size=300).save_pretrained("hf")
+    tokenizer_of_bytes()
+    pathlib.Path("hf/chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "<|endoftext|>"}
+    pathlib.Path("hf/tokenizer_config.json").write_text(json.dumps(config))
+    call(prepare.main, "weights", "hf", "--out_dir=ours")
+    tokenizer = prepare.HFTokenizer("ours/tokenizer.json")
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    ids, said = sample.ChatTemplate(tokenizer).encode(messages)
+    assert ids.count(tokenizer.eot) == 2 and sum(said) == 4
+    assert tokenizer.decode_bytes(ids) == b"<s>user: hiassistant: yes"
+
+
 @torch.no_grad()
 def test_losses_read_in_chunks_are_those_of_one_pass():
     model, idx = tiny(), torch.randint(256, (2, 41))
