@@ -752,7 +752,8 @@ def refuse_strangers(folder):
     """A dataset's folder is replaced whole, so it must hold nothing else."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; take another --name")
-    own = lambda name: name.endswith(".bin") or name in ("meta.json", "tokenizer.json")
+    carried = ("meta.json", "tokenizer.json", "chat_template.jinja")
+    own = lambda name: name.endswith(".bin") or name in carried
     strangers = [path.name for path in folder.glob("*") if not own(path.name)]
     if strangers:
         raise ValueError(

@@ -190,7 +190,9 @@ def test_the_fast_gpt2_path_gives_tiktokens_own_ids(gpt2):
 
 def test_a_hugging_face_tokenizer_makes_uint32_shards_and_travels_with_the_dataset(tokenizer_json):
     write("a.jsonl", texts(60))
-    run("a.jsonl", "--name=x", f"--tokenizer={tokenizer_json}", "--val_fraction=0.3")
+    pathlib.Path("chat_template.jinja").write_text("{{ messages }}")  # travels too
+    for _ in range(2):  # the second time over a dataset that holds them
+        run("a.jsonl", "--name=x", f"--tokenizer={tokenizer_json}", "--val_fraction=0.3")
     os.remove(tokenizer_json)
     meta = prepare.load_meta("x")
     assert (
