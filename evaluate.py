@@ -16,10 +16,9 @@ from model import KVCache, choose_backend, load_checkpoint, pick_device
 from prepare import (
     Parser,
     decoded,
-    load_tokenizer,
     local_files,
     run_cli,
-    tokenizer_path,
+    tokenizer_of,
 )
 
 
@@ -59,11 +58,9 @@ def evaluate_loss(args, device, dtype):
         model, checkpoint = load_checkpoint(args.out_dir, device, attention=kind, **changes)
         model.to(dtype).eval()
         if text is None:
-            name = tokenizer_path(checkpoint["tokenizer"], args.out_dir)
-            if name is None:
-                raise ValueError(f"{args.out_dir} has no tokenizer, so it cannot read text")
+            tokenizer = tokenizer_of(checkpoint, args.out_dir)
             files = local_files(args.files, args.glob)
-            text, n_bytes = windows(load_tokenizer(name), files, args.T, args.max_windows)
+            text, n_bytes = windows(tokenizer, files, args.T, args.max_windows)
             print(f"{len(text)} windows of {args.T} tokens, {n_bytes / 1e6:.2f} MB of text; {device}, "
                   f"{str(dtype)[6:]}, backend {choose_backend(args.backend)}, W "
                   f"{model.config.window}, sink {model.config.sink}")  # fmt: skip

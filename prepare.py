@@ -299,6 +299,13 @@ def tokenizer_path(name, folder):
     return pathlib.Path(folder, name).as_posix() if name == "tokenizer.json" else name
 
 
+def tokenizer_of(checkpoint, folder):
+    """The tokenizer of a checkpoint that was read from folder."""
+    if checkpoint["tokenizer"] is None:
+        raise ValueError(f"{folder} has no tokenizer: it was trained on token ids, not on text")
+    return load_tokenizer(tokenizer_path(checkpoint["tokenizer"], folder))
+
+
 def tokenizer_identity(name):
     """The name, or the hash of a tokenizer.json, so that copies of one file are the same."""
     if name in TOKENIZERS or not os.path.isfile(name):
@@ -334,6 +341,11 @@ def needed(module, extra):
         raise ValueError(
             f"{package} is needed for this ({error}): pip install -e '.[{extra}]'"
         ) from error
+
+
+def brief(error):
+    """An exception of somebody else's on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -616,7 +628,6 @@ def hub_files(repo, pattern, num_shards=None, folder=None):
     A file is downloaded when its turn comes, into that cache or into `folder`.
     """
     hub = needed("huggingface_hub", "data")
-    brief = lambda error: f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     try:
         tree = hub.HfApi().list_repo_tree(repo, repo_type="dataset", recursive=True)
         found = {entry.path: getattr(entry, "size", None) for entry in tree}
@@ -919,10 +930,8 @@ def info(name, show=3):
                 print(f"{path.name:32}{error}")
     if broken:
         raise ValueError(f"{len(broken)} shards are broken, the first: {broken[0]}")
-    tokenizer, tokens = (
-        load_tokenizer(meta["tokenizer"]),
-        load_split(name, "val", meta)[0][:100_000],
-    )
+    tokenizer = load_tokenizer(meta["tokenizer"])
+    tokens = load_split(name, "val", meta)[0][:100_000]
     ends = np.flatnonzero(tokens == tokenizer.eot)[:show]
     starts = np.append(0, ends + 1)
     for start in starts[starts < len(tokens)][:show]:

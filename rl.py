@@ -33,7 +33,7 @@ from model import (
     pick_device,
     save_checkpoint,
 )
-from prepare import Parser, carry_tokenizer, load_tokenizer, run_cli, tokenizer_path
+from prepare import Parser, carry_tokenizer, load_tokenizer, run_cli, tokenizer_of
 from sample import generate
 from train import ChatData, backward
 
@@ -250,10 +250,7 @@ def main():
         model = GPT(GPTConfig(**{**PRESETS["laptop"], "window": 4})).to(device)
     else:
         model, checkpoint = load_checkpoint(args.init_from, device)
-        name = tokenizer_path(checkpoint["tokenizer"], args.init_from)
-        if name is None:
-            raise ValueError(f"{args.init_from} has no tokenizer: it was trained on token ids")
-        tokenizer, model = load_tokenizer(name), model.float()
+        tokenizer, model = tokenizer_of(checkpoint, args.init_from), model.float()
     if args.warmup_iters:
         warm_up(model, tokenizer, args, device)
     steps = optimise(model, tokenizer, prompts, reward, args, device)

@@ -14,7 +14,7 @@ import warnings
 import torch
 
 from model import KVCache, choose_backend, load_checkpoint, pick_device
-from prepare import Parser, load_tokenizer, needed, run_cli, tokenizer_path
+from prepare import Parser, needed, run_cli, tokenizer_of
 
 
 def decode(model, cache, logits, n, pick):
@@ -268,9 +268,7 @@ def main():
     names = ("attention", "window", "sink")
     overrides = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
     model, checkpoint = load_checkpoint(args.out_dir, device, **overrides)
-    if checkpoint["tokenizer"] is None:
-        raise ValueError(f"{args.out_dir} was trained on token ids, not on text: nothing to sample")
-    tokenizer = load_tokenizer(tokenizer_path(checkpoint["tokenizer"], args.out_dir))
+    tokenizer = tokenizer_of(checkpoint, args.out_dir)
     model.to(dtype).eval()
     print(f"attention backend: {choose_backend(args.backend)} on {device}", file=sys.stderr)
     if args.max_context is not None and args.max_context < 1:

@@ -47,6 +47,7 @@ from prepare import (
     prepare_stdlib,
     run_cli,
     tokenizer_identity,
+    tokenizer_of,
     tokenizer_path,
 )
 from sample import ChatTemplate, generate, write_stream
@@ -231,9 +232,10 @@ class ChatData:
     right, where nothing looks. Batches depend on (seed, step, micro-batch) alone.
     """
 
-    def __init__(self, path, tokenizer, T, overlong="cut"):
+    def __init__(self, path, tokenizer, T, overlong="cut", micro_batches=1):
         self.meta = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
         self.T, self.template, self.skipped = T, ChatTemplate(tokenizer), 0
+        self.micro_batches = micro_batches  # of a step, over all processes
         examples = []
         try:
             with open(path, encoding="utf-8", errors="replace") as file:
@@ -305,10 +307,10 @@ class ChatData:
             y[row, : len(ids) - 1] = np.where(said[1:], ids[1:], -1)
         return torch.from_numpy(x), torch.from_numpy(y[:, start:].copy())
 
-    def train_batch(self, B, seed, step, m, accumulation=1):
+    def train_batch(self, B, seed, step, m):
         examples = self.examples["train"]
         n = -(-len(examples) // B)  # batches an epoch, each of neighbours in length
-        epoch, place = divmod(step * accumulation + m, n)
+        epoch, place = divmod(step * self.micro_batches + m, n)
         k = np.random.default_rng((seed, epoch)).permutation(n)[place]
         return self.collate(examples[k * B : (k + 1) * B])
 
@@ -319,9 +321,10 @@ class ChatData:
 
 
 @torch.no_grad()
-def evaluate(model, data, batch_size, n_windows, device, accuracy=False, rank=0, ranks=1):
+def evaluate(model, data, batch_size, n_windows, device, accuracy=False, shared=False):
     """Mean validation loss in nats a target, or with accuracy=True the share of targets that
-    have the largest logit. Each of `ranks` processes takes its share of the batches."""
+    have the largest logit. shared: each process takes its share of the batches."""
+    rank, ranks = world() if shared else (0, 1)
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64)
     for i, (x, y) in enumerate(data.val_batches(batch_size, n_windows)):
@@ -335,7 +338,7 @@ def evaluate(model, data, batch_size, n_windows, device, accuracy=False, rank=0,
             good = model(x, y, y.size(1))[1].item() * n
         sums += torch.tensor([good, n], dtype=torch.float64)
     model.train()
-    if ranks > 1:
+    if shared:
         sums = all_reduced(sums.float().to(device))
     return (sums[0] / sums[1]).item()
 
@@ -400,8 +403,7 @@ def load_ahead(data, args, step, device):
 
     def load(step):
         micro = range(rank, args.gradient_accumulation_steps, ranks)
-        more = {"accumulation": len(micro) * ranks} if args.mode == "sft" else {}
-        batches = [data.train_batch(args.batch_size, args.seed, step, m, **more) for m in micro]
+        batches = [data.train_batch(args.batch_size, args.seed, step, m) for m in micro]
         if args.T_out:
             batches = [(x, y[:, -args.T_out :].contiguous()) for x, y in batches]
         if device.type == "cuda":  # from pinned memory the copy runs beside the computation
@@ -543,11 +545,12 @@ def open_data(args):
 def open_chats(args):
     """Examples in the tokenizer of the model that is to learn them."""
     folder = args.out_dir if args.init_from == "resume" else args.init_from
-    name = "bytes" if folder == "scratch" else read_checkpoint(folder, mmap=True)["tokenizer"]
-    if name is None:
-        raise ValueError(f"{folder} has no tokenizer: it was trained on token ids")
-    tokenizer = load_tokenizer(tokenizer_path(name, folder))
-    return ChatData(args.dataset, tokenizer, args.block_size, args.overlong)
+    if folder == "scratch":
+        tokenizer = load_tokenizer("bytes")
+    else:
+        tokenizer = tokenizer_of(read_checkpoint(folder, mmap=True), folder)
+    micro = args.gradient_accumulation_steps
+    return ChatData(args.dataset, tokenizer, args.block_size, args.overlong, micro)
 
 
 def config_of(args, data=RecallData, attention=None):
@@ -607,13 +610,13 @@ def closing_sample(model, data, device):
 
 
 def start_processes(args):
-    """(device, dtype, rank, processes). Under torchrun each process takes a GPU of its own."""
+    """(device, dtype). Under torchrun each process takes a GPU of its own."""
     if "RANK" not in os.environ:
         if args.fsdp:
             raise ValueError(
                 "--fsdp shards over processes: torchrun --nproc_per_node=N train.py ..."
             )
-        return *pick_device(args.device, args.dtype), 0, 1
+        return pick_device(args.device, args.dtype)
     ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     name = args.device
     if torch.cuda.is_available() and name in (None, "auto", "cuda"):
@@ -634,7 +637,7 @@ def start_processes(args):
         raise ValueError("--fsdp needs --dtype=bfloat16 or float32")
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return device, dtype, dist.get_rank(), ranks
+    return device, dtype
 
 
 class Run:
@@ -806,11 +809,11 @@ def peak_flops(args, device):
 class Log:
     """What is printed and written to out_dir/log.jsonl, by the first process alone."""
 
-    def __init__(self, run, rank):
-        self.run, self.rank = run, rank
+    def __init__(self, run):
+        self.run, self.rank = run, world()[0]
         args = run.args
         self.peak = peak_flops(args, run.device)
-        if rank == 0:
+        if self.rank == 0:
             mode = "a" if args.init_from == "resume" else "w"
             self.file = open(os.path.join(args.out_dir, "log.jsonl"), mode, encoding="utf-8")
         self.first, self.began = run.step, time.perf_counter()
@@ -852,9 +855,10 @@ class Log:
             self.file.flush()
 
 
-def train(run, log, rank, ranks):
+def train(run, log):
     """The loop: step, log, validate and save, until max_iters or a SIGTERM."""
     args, asked_to_stop = run.args, []
+    rank, ranks = world()
     in_main = threading.current_thread() is threading.main_thread()
     if in_main:
         before = signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.append(1))
@@ -891,10 +895,10 @@ def train(run, log, rank, ranks):
                 all_reduced(torch.tensor(float(stop), device=run.device))
             )
         if step % args.eval_interval == 0 or last:
-            share = {} if args.fsdp else {"rank": rank, "ranks": ranks}
             val_loss = evaluate(
-                run.model, run.data, args.batch_size, args.eval_windows, run.device, **share
-            )
+                run.model, run.data, args.batch_size, args.eval_windows, run.device,
+                shared=ranks > 1 and not args.fsdp,  # a sharded forward needs all of them
+            )  # fmt: skip
             run.check_finite()
             if not math.isfinite(val_loss):
                 raise ValueError(
@@ -917,12 +921,13 @@ def train(run, log, rank, ranks):
 
 def main(argv=None):
     args = parse_args(argv)
-    device, dtype, rank, ranks = start_processes(args)
+    device, dtype = start_processes(args)
+    rank, ranks = world()
     os.makedirs(args.out_dir, exist_ok=True)
     data = open_data(args)
     backend = choose_backend(args.backend)
     run = Run(args, data, device, dtype)
-    log, config = Log(run, rank), run.model.config
+    log, config = Log(run), run.model.config
     if rank == 0:
         print(
             f"{config.attention} on {args.dataset}: {run.model.num_params():,} parameters, "
@@ -932,7 +937,7 @@ def main(argv=None):
         if args.mode == "sft":
             show_saving(data, config, args)
     try:
-        train(run, log, rank, ranks)
+        train(run, log)
     except KeyboardInterrupt:
         flags = f"--init_from=resume --out_dir={args.out_dir}"
         state = "no checkpoint was saved yet" if run.saved is None else \

@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from model import GPT, GPTConfig, read_checkpoint, save_checkpoint
-from prepare import carry_tokenizer, needed, tokenizer_path, write_json
+from prepare import brief, carry_tokenizer, needed, tokenizer_path, write_json
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 OUTER = {"wte": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
@@ -103,7 +103,7 @@ def find_tensors(folder):
 
 
 def check_tensors(folder, config, files):
-    """({our name: theirs}, number of parameters), if all that config asks for is there in its shape."""
+    """({file: {our name: theirs}}, number of parameters), if all that config asks for is there."""
     with torch.device("meta"):
         shapes = {name: list(p.shape) for name, p in GPT(config).state_dict().items()}
     wanted = {name: their_name(name) for name in shapes if their_name(name)}
@@ -117,17 +117,18 @@ def check_tensors(folder, config, files):
             raise ValueError(
                 f"{folder} {what} {len(names)} tensors, such as {', '.join(names[:3])}"
             )
-    for path in sorted(set(files.values())):
+    by_file = {path: {} for path in sorted(set(files.values()))}
+    for name, theirs in wanted.items():
+        by_file[files[theirs]][name] = theirs
+    for path, names in by_file.items():
         with needed("safetensors", "hf").safe_open(path, "pt") as file:
-            for name, theirs in wanted.items():
-                shape = (
-                    file.get_slice(theirs).get_shape() if files[theirs] == path else shapes[name]
-                )
+            for name, theirs in names.items():
+                shape = file.get_slice(theirs).get_shape()
                 if shape != shapes[name]:
                     raise ValueError(
                         f"{path}: {theirs} is {shape}, config.json says {shapes[name]}"
                     )
-    return wanted, sum(math.prod(shapes[name]) for name in wanted)
+    return by_file, sum(math.prod(shapes[name]) for name in wanted)
 
 
 def import_weights(source, out_dir, **changes):
@@ -144,8 +145,9 @@ def import_weights(source, out_dir, **changes):
                 hub.snapshot_download(source, allow_patterns=["*.json", "*.safetensors"])
             )
         except Exception as error:
-            why = " ".join(str(error).split())[:200]
-            raise OSError(f"{source} is no folder and no model on the hub ({why})") from error
+            raise OSError(
+                f"{source} is no folder and no model on the hub ({brief(error)})"
+            ) from error
     try:
         theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -154,16 +156,16 @@ def import_weights(source, out_dir, **changes):
         raise ValueError(f"{folder}/config.json is not an object")
     config = our_config(theirs, **changes)
     files = find_tensors(folder)
-    wanted, size = check_tensors(folder, config, files)
+    by_file, size = check_tensors(folder, config, files)
     safe_open, state, dtypes = needed("safetensors", "hf").safe_open, {}, set()
-    with tqdm(total=len(wanted), desc="reading", unit="tensor", disable=None) as bar:
-        for path in sorted(set(files.values())):
+    total = sum(map(len, by_file.values()))
+    with tqdm(total=total, desc="reading", unit="tensor", disable=None) as bar:
+        for path, names in by_file.items():
             with safe_open(path, "pt") as file:
-                for name, theirs_name in wanted.items():
-                    if files[theirs_name] == path:
-                        state[name] = file.get_tensor(theirs_name)
-                        dtypes.add(str(state[name].dtype).removeprefix("torch."))
-                    bar.update(files[theirs_name] == path)
+                for name, theirs_name in names.items():
+                    state[name] = file.get_tensor(theirs_name)
+                    dtypes.add(str(state[name].dtype).removeprefix("torch."))
+                    bar.update()
     if config.tie_embeddings:
         state["lm_head.weight"] = state["wte.weight"]
     os.makedirs(out_dir, exist_ok=True)
