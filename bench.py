@@ -2,14 +2,15 @@
 
     python bench.py prefill [--preset=qwen3-8b --n_layer=8] [--T=32768,131072]
     python bench.py prefill --kernels      the attention alone, every backend that is installed
-    python bench.py train   [--preset=gpt2 --batch_size=32] [--T_out=128]
+    python bench.py train   [--preset=gpt2 --batch_size=32] [--T_out=128]    with it, T_out = T too
+    python bench.py decode  [--T=1024,131072 --batch_size=1 --max_new_tokens=128]
     python bench.py plot OUT_DIR...        the losses of training runs, from their log.jsonl
 
 Each compares orthros, full and swa in one run: the same random weights, warm, synchronised, medians.
 The table is printed, written with its circumstances to OUT_DIR/NAME.json, and drawn to NAME.png.
 
 Columns
-  T         tokens in the sequence
+  T         tokens in the sequence; decode: in the cache, whose capacity is the largest T
   ms        median time of one call: a whole prefill, a training step, one attention
   limit ms  what the hardware allows: the larger of FLOPs over the rate of a large matrix product and
             bytes over the rate of a large copy, both measured in this run. FLOPs are those of the
@@ -18,10 +19,13 @@ Columns
   x full    how many times faster than full attention
   tokens/s  T (times the batch) over the time
   MFU       FLOPs over time over the matrix product's rate
+  first s   end to end: seconds from a prompt of the largest T to the first token of the answer
+  written/s tokens of all answers over the seconds after that; all/s, over the seconds in all
   MiB       the largest memory used beside weights, and beside the cache in prefill (GPU only)
   error     relative difference from the masked reference on the same inputs: prefill, the logits when
             the last tokens are read again over the same cache; train, the gradient of the first
-            layer's keys for the first sequence; kernels, the last rows in float32
+            layer's keys for the end of one sequence; decode, the logits; kernels, the last rows in
+            float32
 """
 
 import gc
@@ -36,12 +40,11 @@ from importlib.metadata import distributions
 import torch
 
 import model as M
+from fast import fuse
 from model import GPT, PRESETS, GPTConfig, KVCache, choose_backend, pick_device
 from prepare import Parser, parse_bool, run_cli
-from sample import prefill
+from sample import decode, fast_step, pick_token, prefill
 from train import forward_flops, keys_seen
-
-KINDS = ("full", "swa", "orthros")
 
 # ------------------------------------------------------------------------------------------------
 # Clocks, limits, memory
@@ -85,8 +88,9 @@ def check_memory(args, config, device, dtype):
         count = GPT(config).num_params()
     c, size = config, dtype.itemsize
     row = (8 * c.n_embd + 3 * c.n_hidden) * size  # activations of one token in one layer
-    if args.command == "prefill":
-        keys = 2 * c.n_layer * max(args.T) * c.n_kv_head * c.head_dim * size
+    if args.command != "train":
+        B = args.batch_size if args.command == "decode" else 1
+        keys = 2 * c.n_layer * B * max(args.T) * c.n_kv_head * c.head_dim * size
         need, lower = count * size + keys + min(args.chunk, max(args.T)) * row, "--n_layer or --T"
     else:  # weights, gradients and two moments in float32; both streams' activations; logits
         rows = args.batch_size * (args.T[0] + (args.T_out or args.T[0]))
@@ -160,11 +164,9 @@ def relative_error(call):
 @torch.no_grad()
 def bench_prefill(args, device, dtype, limits):
     rows = []
-    for kind in KINDS:
+    for kind in args.attention:
         model = build(args, kind, device, dtype).eval()
         if args.compile:
-            from fast import fuse
-
             fuse(model)
         weights = sum(p.nbytes for p in model.parameters())
         for T in args.T:
@@ -226,10 +228,74 @@ def bench_kernels(args, device, dtype, limits):
     return rows
 
 
+@torch.no_grad()
+def bench_decode(args, device, dtype, limits):
+    """A step at several lengths of one cache: one token of full or swa, the pair of Orthros."""
+    rows, B = [], args.batch_size
+    for kind in args.attention:
+        model = build(args, kind, device, dtype).eval()
+        c = model.config
+        cache = KVCache(c, B, max(args.T), device, dtype)
+        cache.k.normal_()
+        cache.v.normal_()
+        step = fast_step(args, model, cache) or model
+        ids = torch.randint(c.vocab_size, (B, 1), device=device)
+        used = [p.nbytes for p in model.parameters() if p is not model.wte.weight]
+        weights = sum(used) + c.tie_embeddings * model.wte.weight.nbytes
+        for T in args.T:
+
+            def call(step=step, T=T):
+                cache.length = T - 1
+                return step(ids, T_out=1, cache=cache)[0]
+
+            seconds = median_time(call, device, 4 * args.repeats, 3)
+            got, backend = call().float(), choose_backend(M._backend)
+            choose_backend("masked")
+            want = call(model).float()
+            choose_backend(backend)
+            seen = [
+                min(T, c.window + c.sink) if c.kind(i) == "swa" else T for i in range(c.n_layer)
+            ]
+            keys = sum(seen) * B * cache.k[0, 0, 0].nbytes
+            rows.append({"kind": kind, "T": T, "ms": 1e3 * seconds, "tokens/s": B / seconds,
+                         "limit ms": limits.ms(0, weights + 2 * keys),
+                         "error": ((got - want).norm() / want.norm()).item()})  # fmt: skip
+        model = cache = step = call = None  # free them before the next ones
+    return rows
+
+
+@torch.no_grad()
+def bench_answers(args, device, dtype):
+    """Prompts of the largest T read, and max_new_tokens written to each, greedily."""
+    rows, B, T, n = [], args.batch_size, max(args.T), args.max_new_tokens
+    for kind in args.attention:
+        model = build(args, kind, device, dtype).eval()
+        cache = KVCache(model.config, B, T + n, device, dtype)
+        step = fast_step(args, model, cache) or model
+        if args.compile:
+            fuse(model)
+        idx = torch.randint(model.config.vocab_size, (B, T), device=device)
+        for warm in (True, False):
+            cache.length, times = 0, []
+            text = idx[:, : args.chunk] if warm else idx  # one chunk compiles what all need
+            sync(device)
+            began = time.perf_counter()
+            logits = prefill(model, text, cache, args.chunk)
+            for ids, _ in decode(step, cache, logits, n, lambda x: pick_token(x, temperature=0)):
+                ids.tolist()  # as a reader would have it
+                times.append(time.perf_counter() - began)
+        rows.append({"kind": kind, "batch": B, "T": T, "written": B * n, "first s": times[0],
+                     "written/s": B * (n - 1) / (times[-1] - times[0]), "all/s": B * n / times[-1]})  # fmt: skip
+        model = cache = step = None
+    return rows
+
+
 def bench_train(args, device, dtype, limits):
     rows, T = [], args.T[0]
-    T_out = args.T_out or T
-    for kind in KINDS:
+    cases = [(kind, kind, args.T_out or T) for kind in args.attention]
+    if args.T_out and "orthros" in args.attention:
+        cases.append(("orthros, T_out = T", "orthros", T))
+    for name, kind, T_out in cases:
         model = build(args, kind, device, torch.float32)
         model.compute_dtype = dtype
         optimizer = torch.optim.AdamW(model.optimizer_groups(0.1), lr=1e-4, fused=True)
@@ -239,8 +305,8 @@ def bench_train(args, device, dtype, limits):
         idx, targets = both[:, :-1], both[:, 1 + T - T_out :].contiguous()
         weight = model.blocks[0].attn.k_proj.weight
 
-        def gradient():
-            return torch.autograd.grad(model(idx[:1], targets[:1], T_out)[1], weight)[0]
+        def gradient(n=min(T, 1024), m=min(T_out, 1024)):  # the reference takes n x n a head
+            return torch.autograd.grad(model(idx[:1, -n:], targets[:1, -m:], m)[1], weight)[0]
 
         error = relative_error(gradient)
         memory = reset_peak(device)
@@ -253,7 +319,7 @@ def bench_train(args, device, dtype, limits):
         seconds = median_time(call, device, args.repeats, 3)
         flops = 3 * args.batch_size * forward_flops(model.config, T, T_out)
         nbytes = 8 * 4 * model.num_params()  # AdamW: weight, gradient, 2 moments in; all out again
-        rows.append({"kind": kind, "T": T, "ms": 1e3 * seconds, "limit ms": limits.ms(flops, nbytes),
+        rows.append({"kind": name, "T": T, "ms": 1e3 * seconds, "limit ms": limits.ms(flops, nbytes),
                      "tokens/s": args.batch_size * T / seconds, "MFU": flops / seconds / limits.flops,
                      "MiB": peak(device, memory), "error": error})  # fmt: skip
         model = optimizer = forward = weight = None
@@ -265,7 +331,8 @@ def bench_train(args, device, dtype, limits):
 
 
 FORMATS = {"T": ",d", "ms": ",.2f", "limit ms": ",.2f", "x full": ".2f", "tokens/s": ",.0f",
-           "MFU": ".0%", "MiB": ",.0f", "error": ".1e"}  # fmt: skip
+           "MFU": ".0%", "MiB": ",.0f", "error": ".1e", "first s": ",.2f", "written/s": ",.1f",
+           "all/s": ",.2f"}  # fmt: skip
 
 
 def show(rows):
@@ -298,7 +365,7 @@ def draw(rows, title, path):
         limits = [row["limit ms"] for row in rows]
         axes.plot(limits, range(len(rows)), "k|", markersize=24, label="the hardware's limit")
         axes.set(xlabel="ms")
-        axes.legend()
+        axes.legend(markerscale=0.4)
     axes.set_title(title, fontsize=9)
     figure.savefig(path, dpi=120)
     print(f"drawn to {path}")
@@ -352,23 +419,28 @@ def plot(runs, out_dir):
 def main():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("command", choices=("prefill", "train", "plot"))
+    add("command", choices=("prefill", "train", "decode", "plot"))
     add("runs", nargs="*", help="plot: the out_dirs of runs")
     add("--kernels", action="store_true", help="time the attention alone, per backend")
     add("--preset", help="model shape (default: laptop on a CPU; on a GPU qwen3-8b or gpt2)")
     add("--T", help="lengths, separated by commas")
+    add("--attention", default="full;swa;orthros", help="kinds, with ; between (default "
+        "full;swa;orthros)")  # fmt: skip
     add("--n_layer", type=int)
     add("--window", type=int)
     add("--sink", type=int)
     add("--chunk", type=int, help="tokens a prefill chunk (default 2048; 32768 on a GPU)")
-    add("--batch_size", type=int, help="sequences a training step (default 4; 32 on a GPU)")
+    add("--batch_size", type=int, help="sequences a training step (default 4; 32 on a GPU), or "
+        "decoded at once (default 1)")  # fmt: skip
+    add("--max_new_tokens", type=int, default=128, help="decode: tokens of each answer end to end; 0 "
+        "leaves that out")  # fmt: skip
     add("--T_out", type=int, help="output tokens a sequence in training (default all)")
     add("--repeats", type=int, default=5)
     add("--seed", type=int, default=1337)
     add("--device", help="cpu, cuda, mps (default: the best there is)")
     add("--dtype", help="float32, bfloat16, float16 (default: what suits the device)")
-    add("--compile", type=parse_bool, help="compile the training step, or what lies between the "
-        "matrix products in prefill (default: on a GPU)")  # fmt: skip
+    add("--compile", type=parse_bool, help="compile the training step, what lies between the matrix "
+        "products in prefill, and decode by fast.py (default: on a GPU)")  # fmt: skip
     add("--backend", help="attention backend: torch, flash or masked")
     add("--out_dir", default="out/bench")
     args = parser.parse_args()
@@ -378,28 +450,32 @@ def main():
         raise ValueError(f"{args.command} takes no folders: {' '.join(args.runs)}")
     device, dtype = pick_device(args.device, args.dtype)
     gpu = device.type == "cuda"
-    train = args.command == "train"
-    if args.kernels and train:
+    train, decoding = args.command == "train", args.command == "decode"
+    if args.kernels and args.command != "prefill":
         raise ValueError("--kernels belongs to prefill")
     args.preset = args.preset or ("laptop" if not gpu else "gpt2" if train else "qwen3-8b")
     if args.preset not in PRESETS:
         raise ValueError(f"unknown preset '{args.preset}'; known are {', '.join(PRESETS)}")
     args.compile = gpu if args.compile is None else args.compile
     args.chunk = (32768 if gpu else 2048) if args.chunk is None else args.chunk
-    args.batch_size = (32 if gpu else 4) if args.batch_size is None else args.batch_size
+    if args.batch_size is None:
+        args.batch_size = 1 if decoding else 32 if gpu else 4
     default = PRESETS[args.preset]["block_size"] if train else (
         "1024,4096,32768,131072" if gpu else "1024,4096,8192,16384")  # fmt: skip
     try:
         args.T = [int(x) for x in str(args.T or default).split(",")]
     except ValueError:
         raise ValueError(f"--T must be whole numbers separated by commas, not '{args.T}'") from None
-    if min(*args.T, args.repeats, args.chunk, args.batch_size) < 1:
-        raise ValueError("--T, --repeats, --chunk and --batch_size must be at least 1")
+    if min(*args.T, args.repeats, args.chunk, args.batch_size, args.max_new_tokens + 1) < 1:
+        raise ValueError("--T, --repeats, --chunk and --batch_size must be at least 1, and "
+                         "--max_new_tokens at least 0")  # fmt: skip
     if train and len(args.T) > 1:
         raise ValueError(f"train takes one --T, not {len(args.T)}")
     if args.T_out is not None and not 1 <= args.T_out <= args.T[0]:
         raise ValueError(f"--T_out must be from 1 to T = {args.T[0]}, not {args.T_out}")
-    check_memory(args, config_of(args, "orthros"), device, dtype)
+    args.attention = args.attention.split(";")
+    for kind in args.attention:
+        check_memory(args, config_of(args, kind), device, dtype)
     os.makedirs(args.out_dir, exist_ok=True)
     where = torch.cuda.get_device_name(device) if gpu else f"CPU, {torch.get_num_threads()} threads"
     backend = choose_backend(args.backend)
@@ -407,21 +483,26 @@ def main():
         print("flash-attn is not installed: pip install -e '.[flash]'", file=sys.stderr)
     name = "kernels" if args.kernels else args.command
     limits = Limits(device, dtype)
-    bench = {"prefill": bench_prefill, "kernels": bench_kernels, "train": bench_train}[name]
+    bench = {"prefill": bench_prefill, "kernels": bench_kernels, "train": bench_train,
+             "decode": bench_decode}[name]  # fmt: skip
     rows = bench(args, device, dtype, limits)
     if name != "kernels":
-        base = {row["T"]: row["ms"] for row in rows if row["kind"] == "full"}
-        rows = [row | {"x full": base[row["T"]] / row["ms"]} for row in rows]
+        full = {row["T"]: row["ms"] for row in rows if row["kind"] == "full"}
+        rows = [row | {"x full": full[row["T"]] / row["ms"] if full else None} for row in rows]
     title = (f"{name}, {args.preset}, {where}, {str(dtype)[6:]}, torch {torch.__version__}, backend "
              f"{backend}\nmatrix product {limits.flops / 1e12:.2f} TFLOP/s, copy "
              f"{limits.bytes / 1e9:.0f} GB/s")  # fmt: skip
     print(title)
     show(rows)
+    answers = bench_answers(args, device, dtype) if decoding and args.max_new_tokens else []
+    if answers:
+        print("end to end")
+        show(answers)
     packages = [p.metadata["Name"].replace("_", "-") + " " + p.version for p in distributions()]
     flash = [p for p in packages if p.startswith("flash-attn")]
     record = dict(device=where, torch=torch.__version__, python=platform.python_version(),
                   dtype=str(dtype), backend=backend, flash=flash, flops=limits.flops,
-                  bytes=limits.bytes, args=vars(args), rows=rows)  # fmt: skip
+                  bytes=limits.bytes, args=vars(args), rows=rows, answers=answers)  # fmt: skip
     path = os.path.join(args.out_dir, name)
     with open(f"{path}.json", "w", encoding="utf-8") as file:
         json.dump(record, file, indent=1)

@@ -345,8 +345,7 @@ def attend_flash(q, k, v, window=None, sink=0):
         window, sink = None, 0
     flash, why = load_flash(), None
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    traced = torch.compiler.is_compiling()
-    generation = 2 if gradients or traced or 4 not in flash else 4
+    generation = 4 if 4 in flash else 2
     # SDPA is the faster one for a single query, and where all is causal, up to a length with the 4
     if Tq == 1 or (window is None and Tq == S and (generation == 2 or S <= 8192)):
         return attend_torch(q, k, v, window, sink)
@@ -358,18 +357,16 @@ def attend_flash(q, k, v, window=None, sink=0):
         why = f"flash-attn's largest head_dim is 256, not {q.size(-1)}"
     elif not flash:
         why = "flash-attn is not installed (pip install -e '.[flash]')"
-    elif 2 not in flash and (gradients or traced):
-        why = "flash-attn-4 is used without gradients only; they need flash-attn 2.x"
     if why:
         warn_once(f"{why}; using the torch backend")
-    if why or (sink and gradients):
+    if why or (sink and gradients and generation == 2):  # it gives no gradient of what weighs them
         return attend_torch(q, k, v, window, sink)
     try:
         return call_flash(generation, q, k, v, window, sink)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # not built for this GPU or head size
-        if traced:
+        if torch.compiler.is_compiling():
             raise
         warn_once(f"flash-attn ({generation}) failed ({str(error).strip()}); going on without it")
         del flash[generation]
@@ -377,20 +374,19 @@ def attend_flash(q, k, v, window=None, sink=0):
 
 
 def call_flash(generation, q, k, v, window=None, sink=0):
-    """The contract in flash-attn's words. Sink keys are merged in afterwards, without gradients."""
+    """The contract in flash-attn's words. Sink keys are merged in afterwards."""
+    from fast import flash4, merge_sink
+
     # flash-attn counts the keys to the left of the query, so W keys with its own are W - 1
-    reach = dict(causal=True, window_size=(window - 1, 0) if window else NO_WINDOW[generation])
-    if sink:
-        reach["return_lse" if generation == 4 else "return_attn_probs"] = True
-    y = load_flash()[generation](q, k, v, **reach)
-    if not sink:
-        return y[0] if isinstance(y, tuple) else y
-    from fast import merge_sink
-
-    return merge_sink(*y[:2], q, k[:, :sink], v[:, :sink], window, k.size(1))
+    if generation == 4:
+        y, lse = flash4(q, k, v, (window or 0) - 1)
+    else:
+        reach = (window - 1, 0) if window else (-1, -1)
+        y = load_flash()[2](q, k, v, causal=True, window_size=reach, return_attn_probs=sink > 0)
+        y, lse, _ = y if sink else (y, None, None)
+    return merge_sink(y, lse, q, k[:, :sink], v[:, :sink], window, k.size(1)) if sink else y
 
 
-NO_WINDOW = {2: (-1, -1), 4: (None, None)}
 BACKENDS = {"masked": attend_masked, "torch": attend_torch, "flash": attend_flash}
 _backend = None
 
@@ -510,12 +506,8 @@ class OrthrosAttention(nn.Module):
         first = N - T_out if self.is_last else 0
         n_out = T_out if self.kind == "orthros" else 0
         heads = (self.n_head, self.head_dim)
-        if self.layer == 0 and not self.is_last:  # both streams are still equal: ask once
-            base = self.q_norm(self.q_proj(h[:, :T]).unflatten(-1, heads))
-            out = base[:, T - n_out :]
-        else:
-            q = self.q_norm(self.q_proj(h[:, first:]).unflatten(-1, heads))
-            base, out = q.split((N - first - n_out, n_out), dim=1)
+        q = self.q_norm(self.q_proj(h[:, first:]).unflatten(-1, heads))
+        base, out = q.split((N - first - n_out, n_out), dim=1)
         if "base" in self.streams:
             base = self.alpha_base * base + self.beta_base  # q_i = alpha * (x_i W_Q) + beta
         if "out" in self.streams:

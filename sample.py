@@ -14,7 +14,7 @@ import warnings
 import torch
 
 from model import KVCache, choose_backend, load_checkpoint, pick_device
-from prepare import Parser, needed, run_cli, tokenizer_of
+from prepare import Parser, needed, parse_bool, run_cli, tokenizer_of
 
 
 def decode(model, cache, logits, n, pick):
@@ -63,11 +63,12 @@ def pick_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
 
 def generate(
     model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=(), generator=None,
-    prefill_chunk=2048, cache=None, vocab_size=None,
+    prefill_chunk=2048, cache=None, vocab_size=None, step=None,
 ):  # fmt: skip
     """Continue idx (B, T). Returns an iterator of (ids (B,), log-probabilities (B,)), one a step.
 
     cache: a KVCache whose text idx continues, or None for a new one that is just large enough.
+    step: what decodes a pair instead of the model (fast.FastStep, with its cache), or None.
     stop: ids that end a row; an ended row yields its stop id as padding (log-probability 0), and
     the iterator ends with the last row. Ids >= vocab_size (a padded vocabulary's) never appear.
     The last ids yielded are not in the cache yet. Bad values raise ValueError before anything runs.
@@ -109,7 +110,7 @@ def generate(
     @torch.no_grad()
     def run():
         logits = prefill(model, idx, cache, prefill_chunk)
-        for ids, logprobs in decode(model, cache, logits, max_new_tokens, pick):
+        for ids, logprobs in decode(step or model, cache, logits, max_new_tokens, pick):
             yield ids, logprobs
             if len(stop) and ended.all():
                 return
@@ -186,6 +187,7 @@ def chat(args, model, tokenizer, device, dtype):
     """Talk. The cache keeps the whole conversation; a turn reads its own new tokens, no more."""
     template, held = ChatTemplate(tokenizer), []  # held: the tokens in the cache
     cache = KVCache(model.config, 1, args.max_context or model.config.block_size, device, dtype)
+    step = fast_step(args, model, cache)
     messages = [{"role": "system", "content": args.system}] if args.system else []
     generator = torch.Generator(device).manual_seed(args.seed)
     for line in iter(lambda: ask("> "), None):
@@ -202,7 +204,7 @@ def chat(args, model, tokenizer, device, dtype):
         new, began = torch.tensor([ids[same:]], device=device), time.perf_counter()
         steps = generate(
             model, new, min(room, args.max_new_tokens), args.temperature, args.top_k, args.top_p,
-            template.stop, generator, cache=cache, vocab_size=tokenizer.vocab_size,
+            template.stop, generator, cache=cache, vocab_size=tokenizer.vocab_size, step=step,
         )  # fmt: skip
         reply = write_stream(tokenizer, steps, stop=template.stop)
         held = (ids + reply)[: cache.length]
@@ -212,6 +214,18 @@ def chat(args, model, tokenizer, device, dtype):
         if args.stats:
             print(f"{new.size(1)} new tokens read, {len(reply)} written in "
                   f"{time.perf_counter() - began:.1f} s, {cache.length} in the cache", file=sys.stderr)  # fmt: skip
+
+
+def fast_step(args, model, cache):
+    """fast.FastStep on a GPU, or None, with a line that says why."""
+    if not (cache.k.is_cuda if args.compile is None else args.compile):
+        return None
+    from fast import FastStep, why_not
+
+    reason = why_not(model, cache.k.size(1))
+    if reason:
+        print(f"decoding eagerly: {reason}", file=sys.stderr)
+    return None if reason else FastStep(model, cache)
 
 
 def ask(prompt):
@@ -259,6 +273,7 @@ def main():
     add("--device", help="cpu, cuda, mps (default: the best there is)")
     add("--dtype", help="float32, bfloat16, float16 (default: what suits the device)")
     add("--backend", help="attention backend: torch, flash or masked")
+    add("--compile", type=parse_bool, help="decode with fast.py's kernels (default: on a GPU)")
     add("--chat", action="store_true", help="talk; the input's end or Ctrl-C ends it")
     add("--system", help="what the model is told before a chat")
     add("--max_context", type=int, help="tokens of a chat (default the model's block_size)")
@@ -290,11 +305,13 @@ def main():
         sys.stdout.reconfigure(encoding="utf-8")
     generator = torch.Generator(device).manual_seed(args.seed)
     idx = torch.tensor([prompt], device=device)
+    cache = KVCache(model.config, 1, len(prompt) + args.max_new_tokens, device, dtype)
+    step = fast_step(args, model, cache)
     for number in range(args.num_samples):
-        cache = KVCache(model.config, 1, len(prompt) + args.max_new_tokens, device, dtype)
+        cache.length = 0
         steps = generate(
             model, idx, args.max_new_tokens, args.temperature, args.top_k, args.top_p, stop,
-            generator, cache=cache, vocab_size=tokenizer.vocab_size,
+            generator, cache=cache, vocab_size=tokenizer.vocab_size, step=step,
         )  # fmt: skip
         times = [time.perf_counter()]
 

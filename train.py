@@ -588,10 +588,7 @@ def forward_flops(config, T, T_out):
         n_base = T if not is_last else 0 if kind == "orthros" else T_out
         window, sink = (None, 0) if kind == "full" else (c.window, c.sink)
         total += 2 * T * c.n_embd * 2 * c.n_kv_head * D
-        asked = (
-            n_base if layer == 0 and not is_last else n_base + n_out
-        )  # the first layer asks once
-        total += 2 * c.n_embd * (asked * H * D + (n_base + n_out) * (H * D + 3 * c.n_hidden))
+        total += 2 * c.n_embd * (n_base + n_out) * (2 * H * D + 3 * c.n_hidden)
         total += 4 * H * D * (keys_seen(n_base, T, window, sink) + keys_seen(n_out, T))
     return total + 2 * T_out * c.n_embd * c.vocab_size
 

@@ -196,7 +196,7 @@ def test_a_chat_reads_only_what_is_new_and_answers_as_from_scratch(monkeypatch, 
     )
     args = type("args", (), dict(
         max_context=400, system="short", seed=1, max_new_tokens=12, temperature=0, top_k=None, top_p=None,
-        stats=False,
+        compile=None, stats=False,
     ))  # fmt: skip
     sample.chat(args, model, BYTES, "cpu", torch.float32)
     replies = capsys.readouterr().out.splitlines()

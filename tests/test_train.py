@@ -262,8 +262,8 @@ def test_flops_count_the_second_stream_the_window_and_the_last_layer():
     flops = [
         train.forward_flops(GPTConfig(**shape, attention=a), 9, 9) for a in ("full", "orthros")
     ]
-    # one more pass of 9 rows through W_O and the MLP of layer 1 (W_Q is shared), and its window
-    assert flops[1] - flops[0] == 2 * 9 * 8 * (8 + 48) + 4 * 8 * (1 + 2 + 7 * 3)
+    # one more pass of 9 rows through W_Q, W_O and the MLP of layer 1, and its window
+    assert flops[1] - flops[0] == 2 * 9 * 8 * (2 * 8 + 48) + 4 * 8 * (1 + 2 + 7 * 3)
 
 
 @pytest.mark.parametrize("flag,word", [
