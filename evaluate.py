@@ -1,25 +1,40 @@
 """How good, rather than how fast.
 
     python evaluate.py loss --out_dir=DIR FILE...    one set of weights as full, swa and orthros
+    python evaluate.py recall                        look-ups near and far, by models trained here
+    python evaluate.py needle --out_dir=DIR FILE...  a sentence hidden in a long text
+    python evaluate.py harness --out_dir=DIR --tasks=paper    EleutherAI's lm-eval (extra eval)
+    python evaluate.py compare --variants='full;orthros;orthros --sink=1' --seeds=1,2 [train.py's flags]
+
+A table is printed as it comes; --json keeps it, with a picture beside it (extra plot).
 
 Columns of loss
   nats      mean loss of a token        perplexity   e to that power
   bits/byte the loss per byte of text, the same for every tokenizer
   from ...  mean loss of the tokens from that position of a window on, to the next column's
+Columns of recall: the share of look-ups answered right, by the distance from the question to its answer
+Rows of needle: the length of the text; columns: how deep the needle lies in it (0 first, 1 last)
+Columns of compare: validation loss in nats (mean and standard deviation over seeds), mean loss of each
+  quarter of the window, tokens/s of training, FLOPs of the run over those of the first variant
 """
 
+import contextlib
+import json
 import math
+import os
+import shlex
+import statistics
+import sys
 
+import numpy as np
 import torch
 
+import train
 from model import KVCache, choose_backend, load_checkpoint, pick_device
-from prepare import (
-    Parser,
-    decoded,
-    local_files,
-    run_cli,
-    tokenizer_of,
-)
+from prepare import Parser, decoded, load_tokenizer, local_files, needed, run_cli, tokenizer_of
+
+# ------------------------------------------------------------------------------------------------
+# loss
 
 
 @torch.no_grad()
@@ -28,39 +43,60 @@ def token_losses(model, idx, chunk=512):
     logits of a chunk alone exist; the same as one pass of pre-training."""
     B, T = idx.shape[0], idx.shape[1] - 1
     weight = model.wte.weight
-    cache, losses = KVCache(model.config, B, T, weight.device, weight.dtype), []
+    cache = KVCache(model.config, B, T, weight.device, model.compute_dtype or weight.dtype)
+    losses = []
     for x, y in zip(idx[:, :-1].split(chunk, dim=1), idx[:, 1:].split(chunk, dim=1)):
         logits = model(x, cache=cache)[0].float()
         losses.append(torch.nn.functional.cross_entropy(logits.mT, y, reduction="none"))
     return torch.cat(losses, dim=1)
 
 
-def windows(tokenizer, files, T, limit):
-    """(number of windows, T + 1) token ids of all the files, one after the other, and their bytes."""
+def text_tokens(tokenizer, args, limit):
+    """Token ids of the files, one after the other, until there are more than `limit`."""
     ids = []
-    for _, _, fetch in files:
+    for _, _, fetch in local_files(args.files, args.glob):
         with open(fetch(), "rb") as file:
             ids += tokenizer.encode("".join(decoded(file))).tolist() + [tokenizer.eot]
-        if len(ids) > limit * T:
+        if len(ids) > limit:
             break
-    n = min(limit, (len(ids) - 1) // T)
+    return ids
+
+
+def windows(tokenizer, args):
+    """(number of windows, T + 1) token ids of the files, and the bytes of their text."""
+    T = args.T
+    ids = text_tokens(tokenizer, args, args.max_windows * T)
+    n = min(args.max_windows, (len(ids) - 1) // T)
     if n < 1:
         raise ValueError(f"{len(ids)} tokens are less than a window of {T} and one more: lower --T")
     rows = torch.tensor([ids[i * T : (i + 1) * T + 1] for i in range(n)])
     return rows, len(tokenizer.decode_bytes(ids[1 : n * T + 1]))
 
 
+def load(args, kind, device, dtype):
+    """(model, tokenizer) of --out_dir, as one kind of attention or its own."""
+    changes = {n: getattr(args, n) for n in ("window", "sink") if getattr(args, n) is not None}
+    changes |= {"attention": kind} if kind else {}
+    model, checkpoint = load_checkpoint(args.out_dir, device, **changes)
+    if args.tokenizer:
+        tokenizer = load_tokenizer(args.tokenizer)
+    elif checkpoint["tokenizer"] is None:
+        raise ValueError(f"{args.out_dir} has no tokenizer: give one, as in --tokenizer=gpt2")
+    else:
+        tokenizer = tokenizer_of(checkpoint, args.out_dir)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ValueError(f"{tokenizer.name} has {tokenizer.vocab_size} tokens, the model of "
+                         f"{args.out_dir} {model.config.vocab_size}")  # fmt: skip
+    return model.to(dtype).eval(), tokenizer
+
+
 def evaluate_loss(args, device, dtype):
     rows, text, model = [], None, None
-    for kind in args.attention.split(";"):
-        changes = {n: getattr(args, n) for n in ("window", "sink") if getattr(args, n) is not None}
+    for kind in (args.attention or "full;swa;orthros").split(";"):
         model = None  # free the one before
-        model, checkpoint = load_checkpoint(args.out_dir, device, attention=kind, **changes)
-        model.to(dtype).eval()
+        model, tokenizer = load(args, kind, device, dtype)
         if text is None:
-            tokenizer = tokenizer_of(checkpoint, args.out_dir)
-            files = local_files(args.files, args.glob)
-            text, n_bytes = windows(tokenizer, files, args.T, args.max_windows)
+            text, n_bytes = windows(tokenizer, args)
             print(f"{len(text)} windows of {args.T} tokens, {n_bytes / 1e6:.2f} MB of text; {device}, "
                   f"{str(dtype)[6:]}, backend {choose_backend(args.backend)}, W "
                   f"{model.config.window}, sink {model.config.sink}")  # fmt: skip
@@ -77,29 +113,316 @@ def evaluate_loss(args, device, dtype):
     return rows
 
 
+# ------------------------------------------------------------------------------------------------
+# recall
+
+# a hybrid has full attention in every other layer here, since the models have two
+EPISODES = 4096  # of the test
+RECALL_VARIANTS = "full;swa;swa,full;orthros;orthros --scale_offset=False"
+
+
+class SpreadRecall(train.RecallData):
+    """Look-ups at all distances: the pairs stand anywhere before the questions."""
+
+    def spread(self, rng, sizes):
+        room = self.T - self.pairs - 2 * sizes + 1  # places for the first pair
+        return self.episodes(rng, sizes, (room * rng.random(sizes.shape)).astype(int))
+
+    def train_batch(self, B, seed, step, m):
+        if step % 2:  # the far ones are the hard ones
+            return super().train_batch(B, seed, step, m)
+        rng = np.random.default_rng((seed, step, m))
+        return self.spread(rng, (2 + (self.pairs - 1) * rng.random((B, 1)) ** 2).astype(int))
+
+
+@torch.no_grad()
+def recall_by_distance(model, data, n, device):
+    """(distances, right): of every look-up of n new episodes, how far the answer is, and a hit."""
+    rng = np.random.default_rng(2**41)
+    sizes = rng.integers(1, data.pairs + 1, size=(n, 1))
+    distances, right = [], []
+    for x, y in zip(*(t.split(256) for t in data.spread(rng, sizes))):
+        guess = model(x.to(device))[0].argmax(dim=-1).cpu()
+        rows, places = (y >= 0).nonzero(as_tuple=True)
+        keys = x[rows, places]
+        # the key's first place is in its pair, and the value stands behind it
+        first = (x[rows] == keys[:, None]).int().argmax(dim=1) + 1
+        distances.append(places - first)
+        right.append(guess[rows, places] == y[rows, places])
+    return torch.cat(distances), torch.cat(right)
+
+
+def evaluate_recall(args, device, dtype):
+    rows = []
+    flags = ["--dataset=recall", "--max_iters=1200", *args.rest]
+    for variant in (args.variants or RECALL_VARIANTS).split(";"):
+        run, _ = trained(variant, flags, args.seeds[0], SpreadRecall)
+        c, data = run.model.config, run.data
+        distances, right = recall_by_distance(run.model.eval(), data, EPISODES, device)
+        reach = c.n_layer * (c.window - 1)
+        edges = [1, c.window, reach + 1, (reach + data.T) // 2, data.T]
+        shares = [right[(distances >= a) & (distances < b)].float().mean().item()
+                  for a, b in zip(edges, edges[1:])]  # fmt: skip
+        if not rows:
+            print(f"{data.pairs} pairs at most in {data.T} tokens, W {c.window}, reach of all windows "
+                  f"{reach}; guessing gets {1 / data.VALUES:.3f}")  # fmt: skip
+            print(f"{'variant':32}"
+                  + "".join(f"{f'{a} to {b - 1}':>12}" for a, b in zip(edges, edges[1:])))  # fmt: skip
+        rows.append({"variant": variant, "edges": edges, "right": shares})
+        print(f"{variant:32}" + "".join(f"{share:>12.3f}" for share in shares), flush=True)
+    return rows
+
+
+def draw_recall(rows, axes):
+    for number, row in enumerate(rows):
+        places = [(a + b - 1) / 2 for a, b in zip(row["edges"], row["edges"][1:])]
+        axes.plot(places, row["right"], "o-", color=f"C{number}", label=row["variant"], alpha=0.8)
+    for name, x in (("window", rows[0]["edges"][1]), ("reach of all windows", rows[0]["edges"][2])):
+        axes.axvline(x - 0.5, color="gray", linestyle=":")
+        axes.text(x, 0.02, name, fontsize=8, color="gray")
+    axes.set(xlabel="tokens from the question back to its answer", ylabel="share right",
+             ylim=(-0.03, 1.05))  # fmt: skip
+    axes.legend()
+
+
+# ------------------------------------------------------------------------------------------------
+# compare
+
+VARIANTS = "full;swa;swa,swa,swa,full;orthros;orthros --scale_offset=False;orthros --sink=1"
+
+
+def trained(variant, flags, seed, data=None):
+    """Train a variant, '[attention] [flags of train.py]', by train.py's own loop. data: the class of
+    its dataset, if it is not what --dataset says. Returns (the Run, its log's records)."""
+    attention, *own = shlex.split(variant)
+    name = "".join(c if c.isalnum() else "-" for c in f"{variant} {seed}")
+    out_dir = os.path.join("out", "evaluate", name)
+    os.makedirs(out_dir, exist_ok=True)
+    args = train.parse_args([*flags, *own, f"--attention={attention}", f"--seed={seed}",
+                             f"--out_dir={out_dir}"])  # fmt: skip
+    device, dtype = train.start_processes(args)
+    choose_backend(args.backend)
+    data = data(train.config_of(args)) if data else train.open_data(args)
+    run = train.Run(args, data, device, dtype)
+    print(f"training {variant}, seed {seed}: {args.max_iters} steps", file=sys.stderr)
+    with contextlib.redirect_stdout(sys.stderr):
+        train.train(run, train.Log(run))
+    with open(os.path.join(out_dir, "log.jsonl"), encoding="utf-8") as file:
+        return run, [json.loads(line) for line in file]
+
+
+@torch.no_grad()
+def loss_by_quarter(run):
+    """Mean validation loss of each quarter of the window."""
+    totals, counts = torch.zeros(4), torch.zeros(4)
+    for x, y in run.data.val_batches(run.args.batch_size, run.args.eval_windows):
+        x, y = x.to(run.device), y.to(run.device)
+        logits = run.model.eval()(x)[0].float()
+        losses = torch.nn.functional.cross_entropy(
+            logits.mT, y, reduction="none", ignore_index=-1
+        ).cpu()
+        for i, (part, targets) in enumerate(zip(losses.chunk(4, dim=1), y.cpu().chunk(4, dim=1))):
+            totals[i] += part.sum()
+            counts[i] += (targets >= 0).sum()
+    return (totals / counts.clamp(min=1)).tolist()
+
+
+def evaluate_compare(args, device, dtype):
+    rows = []
+    print(f"{'variant':32}{'val loss':>10}{'+-':>8}{'1/4':>8}{'2/4':>8}{'3/4':>8}{'4/4':>8}"
+          f"{'tokens/s':>11}{'FLOPs':>7}")  # fmt: skip
+    for variant in (args.variants or VARIANTS).split(";"):
+        losses, quarters, speeds, flops = [], [], [], 0
+        for seed in args.seeds:
+            run, records = trained(variant, args.rest, seed)
+            losses.append([r["val_loss"] for r in records if "val_loss" in r][-1])
+            quarters.append(loss_by_quarter(run))
+            speeds += [r["tokens_per_s"] for r in records if "tokens_per_s" in r][1:]
+            flops = run.flops
+            run = None
+        row = {"variant": variant, "seeds": args.seeds, "losses": losses, "flops": flops,
+               "mean": statistics.mean(losses), "quarters": np.mean(quarters, axis=0).tolist(),
+               "spread": statistics.stdev(losses) if len(losses) > 1 else None,
+               "tokens_per_s": statistics.median(speeds) if speeds else None}  # fmt: skip
+        rows.append(row)
+        print(f"{variant:32}{row['mean']:>10.4f}"
+              + (f"{row['spread']:>8.4f}" if row["spread"] is not None else f"{'':8}")
+              + "".join(f"{q:>8.4f}" for q in row["quarters"])
+              + f"{row['tokens_per_s'] or 0:>11,.0f}{flops / rows[0]['flops']:>7.2f}", flush=True)  # fmt: skip
+    return rows
+
+
+def draw_compare(rows, axes):
+    names = [row["variant"] for row in rows][::-1]
+    means, spreads = ([row[key] or 0 for row in rows][::-1] for key in ("mean", "spread"))
+    axes.errorbar(means, range(len(rows)), xerr=spreads, fmt="o", capsize=4)
+    axes.set_yticks(range(len(rows)), names)
+    axes.set(xlabel="validation loss, nats a token (bars: standard deviation over seeds)")
+
+
+# ------------------------------------------------------------------------------------------------
+# needle
+
+NEEDLE = "\nThe secret number of {name} is {number}.\n"
+QUESTION = "\nThe secret number of {name} is"
+NAMES = ("Amsterdam", "Bogota", "Cairo", "Delhi", "Edinburgh", "Florence", "Geneva", "Havana")
+
+
+@torch.no_grad()
+def needle_found(model, tokenizer, hay, T, depth, trial, device):
+    """Whether the model, asked at the end of T tokens, finds every token of the needle's number
+    likeliest. The text is read in linear time: only the answer is predicted."""
+    name, number = NAMES[trial % len(NAMES)], 1000 + (7919 * (trial + 1)) % 9000
+    needle, question = (
+        tokenizer.encode(text.format(name=name, number=number)).tolist()
+        for text in (NEEDLE, QUESTION)
+    )
+    answer = tokenizer.encode(f" {number}.").tolist()[:-1]
+    room = T - len(needle) - len(question) - len(answer)
+    start = (trial * room) % max(1, len(hay) - room)
+    text = hay[start : start + room]
+    place = round(depth * len(text))
+    ids = text[:place] + needle + text[place:] + question + answer
+    idx = torch.tensor([ids], device=device)
+    cache = KVCache(model.config, 1, T, device, model.wte.weight.dtype)
+    last = idx[:, -len(answer) - 1 : -1]
+    for piece in idx[:, : -len(answer) - 1].split(8192, dim=1):
+        model(piece, T_out=0, cache=cache)
+    return (model(last, cache=cache)[0].argmax(dim=-1) == idx[:, -len(answer) :]).all().item()
+
+
+def evaluate_needle(args, device, dtype):
+    model, tokenizer = load(args, args.attention, device, dtype)
+    choose_backend(args.backend)
+    longest = max(args.lengths)
+    hay = text_tokens(tokenizer, args, longest * args.trials)
+    if len(hay) < longest:
+        raise ValueError(f"the files have {len(hay)} tokens; a haystack of {longest} needs more")
+    if min(args.lengths) < 128:
+        raise ValueError("--lengths must be at least 128: the needle and its question need room")
+    depths, rows = [0.0, 0.25, 0.5, 0.75, 1.0], []
+    print(f"{model.config.attention}, W {model.config.window}, sink {model.config.sink}, "
+          f"{args.trials} needles a cell")  # fmt: skip
+    print(f"{'T':>8}" + "".join(f"{depth:>8.2f}" for depth in depths))
+    for T in args.lengths:
+        found = [sum(needle_found(model, tokenizer, hay, T, depth, i, device)
+                     for i in range(args.trials)) / args.trials for depth in depths]  # fmt: skip
+        rows.append({"T": T, "depths": depths, "found": found})
+        print(f"{T:>8}" + "".join(f"{share:>8.2f}" for share in found), flush=True)
+    return rows
+
+
+def draw_needle(rows, axes):
+    shares = [row["found"] for row in rows]
+    image = axes.imshow(shares, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    axes.set_yticks(range(len(rows)), [f"{row['T']:,}" for row in rows])
+    axes.set_xticks(range(len(rows[0]["depths"])), rows[0]["depths"])
+    axes.set(xlabel="depth of the needle", ylabel="tokens")
+    axes.figure.colorbar(image, label="share found")
+
+
+# ------------------------------------------------------------------------------------------------
+# harness
+
+
+def evaluate_harness(args, device, dtype):
+    needed("lm_eval", "eval")
+    from harness import evaluate
+
+    rows = []
+    for kind in (args.attention or "").split(";"):
+        model, tokenizer = load(args, kind, device, dtype)
+        print(f"{model.config.attention}, W {model.config.window}, sink {model.config.sink}")
+        results, seconds = evaluate(model, tokenizer, args)
+        print(f"{seconds:.1f} s in the model", flush=True)
+        rows.append({"attention": model.config.attention, "seconds": seconds, "results": results})
+        model = None
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+def keep(args, rows, draw):
+    """Write the rows and their circumstances to --json, and a picture beside it."""
+    if not args.json:
+        return
+    record = {"command": " ".join(sys.argv[1:]), "torch": torch.__version__, "rows": rows}
+    record["device"] = (
+        torch.cuda.get_device_name() if torch.cuda.is_available()
+        else f"CPU, {torch.get_num_threads()} threads"
+    )  # fmt: skip
+    with open(args.json, "w", encoding="utf-8") as file:
+        json.dump(record, file, indent=1)
+    from bench import pyplot
+
+    plt = pyplot() if draw else None
+    if plt:
+        figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+        draw(rows, axes)
+        figure.savefig(os.path.splitext(args.json)[0] + ".png", dpi=120)
+
+
+def numbers(text):
+    return [int(x) for x in text.split(",")]
+
+
+COMMANDS = {
+    "loss": (evaluate_loss, None),
+    "recall": (evaluate_recall, draw_recall),
+    "needle": (evaluate_needle, draw_needle),
+    "compare": (evaluate_compare, draw_compare),
+    "harness": (evaluate_harness, None),
+}
+
+
 def main():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("command", choices=("loss",))
-    add("files", nargs="+", help="files and folders of text")
+    add("command", choices=COMMANDS)
+    add("files", nargs="*", help="loss, needle: files and folders of text")
     add("--out_dir", default="out", help="folder of the checkpoint (default out)")
-    add("--attention", default="full;swa;orthros", help="kinds, with ; between (default "
-        "full;swa;orthros)")  # fmt: skip
+    add("--tokenizer", help="bytes, gpt2 or a tokenizer.json (default the checkpoint's)")
+    add("--attention", help="kinds, with ; between (default the checkpoint's own; loss "
+        "full;swa;orthros); needle takes one")  # fmt: skip
     add("--window", type=int, help="keys a base token sees (default the checkpoint's)")
     add("--sink", type=int, help="first keys that stay visible (default the checkpoint's)")
-    add("--T", type=int, default=1024, help="tokens of a window (default 1024)")
-    add("--max_windows", type=int, default=64, help="windows at most (default 64)")
-    add("--batch_size", type=int, default=1, help="windows at a time")
+    add("--T", type=int, default=1024, help="loss: tokens of a window (default 1024)")
+    add("--max_windows", type=int, default=64, help="loss: windows at most (default 64)")
+    add("--batch_size", type=int, help="loss: windows at a time (default 1); harness: requests "
+        "(default 8)")  # fmt: skip
+    add("--tasks", default="paper", help="harness: names with commas between, or paper (default)")
+    add("--limit", type=float, help="harness: documents of each task, or their share if below 1")
+    add("--num_fewshot", type=int, help="harness: examples before each question")
+    add("--include_path", help="harness: a folder of more tasks")
+    add("--lengths", type=numbers, default=[1024, 4096], help="needle: tokens (default 1024,4096)")
+    add("--trials", type=int, default=8, help="needle: needles a cell (default 8)")
+    add("--variants", help="recall, compare: an attention and flags of train.py each, with ; between "
+        f"(default '{RECALL_VARIANTS}'; compare '{VARIANTS}')")  # fmt: skip
+    add("--seeds", type=numbers, default=[1337], help="compare: separated by commas")
     add("--glob", default="*.txt", help="which files of a folder (default *.txt)")
+    add("--json", help="file to keep the table in")
     add("--device", help="cpu, cuda, mps (default: the best there is)")
     add("--dtype", help="float32, bfloat16, float16 (default: what suits the device)")
     add("--backend", help="attention backend: torch, flash or masked")
-    args = parser.parse_intermixed_args()
-    if min(args.T, args.max_windows, args.batch_size) < 1:
-        raise ValueError("--T, --max_windows and --batch_size must be at least 1")
+    args, args.rest = parser.parse_known_intermixed_args()
+    if args.batch_size is None:
+        args.batch_size = 8 if args.command == "harness" else 1
+    if min(args.T, args.max_windows, args.batch_size, args.trials) < 1:
+        raise ValueError("--T, --max_windows, --batch_size and --trials must be at least 1")
+    trains = args.command in ("recall", "compare")
+    if args.rest and not trains:
+        parser.error(f"unrecognized arguments: {' '.join(args.rest)}")
+    reads = args.command in ("loss", "needle")
+    if reads != bool(args.files):
+        raise ValueError(f"{args.command} takes {'files of text' if reads else 'no files'}")
+    for name in ("device", "dtype", "backend"):
+        if trains and getattr(args, name):
+            args.rest.append(f"--{name}={getattr(args, name)}")
     device, dtype = pick_device(args.device, args.dtype)
     choose_backend(args.backend)
-    evaluate_loss(args, device, dtype)
+    run, draw = COMMANDS[args.command]
+    keep(args, run(args, device, dtype), draw)
 
 
 if __name__ == "__main__":

@@ -199,8 +199,9 @@ class RecallData:
                 f"{config.n_layer} windows of {config.window}, and pairs and look-ups stand around it"
             )
 
-    def episodes(self, rng, sizes):
-        """One episode a row; sizes (B, 1): how many of the pairs it has, filler for the rest."""
+    def episodes(self, rng, sizes, starts=0):
+        """One episode a row; sizes (B, 1): how many of the pairs it has, filler for the rest;
+        starts (B, 1): where its first pair stands. At 0 all look-ups go farther than the reach."""
         B, n, T = len(sizes), self.pairs, self.T
         filler = self.KEYS + self.VALUES
         keys = rng.permuted(np.tile(np.arange(self.KEYS), (B, 1)), axis=1)[:, :n]
@@ -208,9 +209,11 @@ class RecallData:
         keys, values = (np.where(np.arange(n) < sizes, ids, filler) for ids in (keys, values))
         order = rng.permuted(np.tile(np.arange(n), (B, 1)), axis=1)
         asked, answers = (np.take_along_axis(ids, order, axis=1) for ids in (keys, values))
-        x, y = np.full((B, T), filler), np.full((B, T), -1)
-        x[:, 0 : 2 * n : 2], x[:, 1 : 2 * n : 2], x[:, T - n :] = keys, values, asked
-        y[:, T - n :] = np.where(answers == filler, -1, answers)
+        x, y = np.full((B, T + 2 * n), filler), np.full((B, T), -1)  # room for filler beyond T
+        pairs = np.stack((keys, values), axis=2).reshape(B, 2 * n)
+        np.put_along_axis(x, starts + np.tile(np.arange(2 * n), (B, 1)), pairs, axis=1)
+        x = x[:, :T].copy()
+        x[:, T - n :], y[:, T - n :] = asked, np.where(answers == filler, -1, answers)
         return torch.from_numpy(x), torch.from_numpy(y)
 
     def train_batch(self, B, seed, step, m):

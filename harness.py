@@ -1,0 +1,210 @@
+"""Our models for EleutherAI's lm-eval (extra eval), behind `evaluate.py harness`.
+
+A context is only read, in time linear in its length; full attention is paid where a token is scored
+or written: T_out is the continuation.
+"""
+
+import difflib
+import itertools
+import os
+import time
+
+import torch
+import torch.nn.functional as F
+from lm_eval import simple_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+from tqdm import tqdm
+
+from model import KVCache
+from prepare import brief
+from sample import generate
+
+COMMON_SENSE = "arc_challenge,arc_easy,hellaswag,openbookqa,piqa,social_iqa,winogrande"
+RECALL = "drop,longbench_narrativeqa,swde,triviaqa,fda,squad_completion"
+PAPER = f"{COMMON_SENSE},mmlu,{RECALL}"
+SHARE = 256  # a context of so many tokens is read once for all the answers to it
+
+
+class Harness(TemplateLM):
+    """model: a GPT in evaluation mode. Contexts beyond its block_size lose their beginning."""
+
+    max_gen_toks = 256
+
+    def __init__(self, model, tokenizer, batch_size=8):
+        super().__init__()
+        self.model, self.tokens, self.batch_size = model, tokenizer, batch_size
+        self.max_length, self.seconds = model.config.block_size, 0.0  # spent in the model
+        self._device = model.wte.weight.device
+
+    @property
+    def eot_token_id(self):
+        return self.tokens.eot
+
+    @property
+    def tokenizer_name(self):
+        return self.tokens.name
+
+    def tok_encode(self, string, add_special_tokens=None, **kwargs):
+        return self.tokens.encode(string).tolist()
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
+        """requests: (whatever, context ids, continuation ids) -> (sum of log P, is it greedy)."""
+        results, alone, cut = [None] * len(requests), [], []
+        began = time.perf_counter()
+        for _, context, continuation in requests:
+            if not continuation or len(continuation) > self.max_length:
+                raise ValueError(f"a continuation of {len(continuation)} tokens cannot be scored; "
+                                 f"the model's block_size is {self.max_length}")  # fmt: skip
+            context = context[-(self.max_length + 1 - len(continuation)) :]
+            cut.append((context, continuation))
+        order = sorted(range(len(cut)), key=lambda i: (-len(cut[i][0]), cut[i][0]))
+        with tqdm(total=len(order), disable=disable_tqdm, desc="scoring") as bar:
+            for context, group in itertools.groupby(order, key=lambda i: cut[i][0]):
+                group = list(group)
+                if len(group) > 1 and len(context) > SHARE:
+                    for part in batched(group, self.batch_size):
+                        scores = self.score([cut[i] for i in part], shared=len(context) - 1)
+                        for i, score in zip(part, scores):
+                            results[i] = score
+                        bar.update(len(part))
+                else:
+                    alone += group
+            # neighbours in length, so that T_out stays near the longest continuation
+            alone.sort(key=lambda i: (len(cut[i][1]), sum(map(len, cut[i]))))
+            for part in batched(alone, self.batch_size):
+                for i, score in zip(part, self.score([cut[i] for i in part])):
+                    results[i] = score
+                bar.update(len(part))
+        self.seconds += time.perf_counter() - began
+        return results
+
+    @torch.no_grad()
+    def score(self, pairs, shared=0):
+        """[(context, continuation)] -> [(sum of log P, is it greedy)]. shared: tokens that all begin
+        with, which are read once. Rows are padded on the right, where nothing looks."""
+        rows = [(context + continuation)[:-1] for context, continuation in pairs]
+        T = max(map(len, rows))
+        T_out = T - min(len(context) - 1 for context, _ in pairs)
+        idx = torch.tensor([row + [0] * (T - len(row)) for row in rows], device=self.device)
+        cache = None
+        if shared:
+            one, cache = (self.cache(n, T) for n in (1, len(rows)))
+            prefill_only(self.model, idx[:1, :shared], one)
+            cache.k[:, :, :shared], cache.v[:, :, :shared] = one.k[:, :, :shared], one.v[:, :, :shared]
+            cache.length = shared
+        logits = self.model(idx[:, shared:], T_out=T_out, cache=cache)[0]  # (B, T_out, V)
+        scores = []
+        for row, (context, continuation) in zip(logits, pairs):
+            first = len(context) - 1 - (T - T_out)
+            row = F.log_softmax(row[first : first + len(continuation)].float(), dim=-1)
+            targets = torch.tensor(continuation, device=self.device)
+            logprob = row.gather(1, targets[:, None]).double().sum().item()
+            scores.append((logprob, bool((row.argmax(dim=-1) == targets).all())))
+        return scores
+
+    def cache(self, batch_size, T):
+        weight = self.model.wte.weight
+        return KVCache(self.model.config, batch_size, T, weight.device, weight.dtype)
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        results = []
+        for request in tqdm(requests, disable=disable_tqdm, desc="documents"):
+            ids = self.tok_encode(request.args[0])
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
+            pairs = [(None, *make_disjoint_window(window)) for window in windows]
+            scores = self._loglikelihood_tokens(pairs, disable_tqdm=True)
+            results.append(sum(score for score, _ in scores))
+        return results
+
+    def generate_until(self, requests, disable_tqdm=False):
+        """Paired decoding. Contexts of one length and one set of options share a batch."""
+        results, jobs, began = [None] * len(requests), {}, time.perf_counter()
+        for i, request in enumerate(requests):
+            text, options = request.args
+            until = options.get("until") or []
+            until = [until] if isinstance(until, str) else list(until)
+            n = int(options.get("max_gen_toks") or options.get("max_new_tokens") or self.max_gen_toks)
+            heat = float(options.get("temperature") or 0) if options.get("do_sample") else 0.0
+            room = self.max_length - n
+            if room < 1:
+                raise ValueError(f"{n} tokens are asked for, but block_size is {self.max_length}")
+            ids = (self.tok_encode(text) or [self.eot_token_id])[-room:]
+            jobs.setdefault((len(ids), n, heat, tuple(until)), []).append((i, ids))
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="writing") as bar:
+            for (_, n, heat, until), group in jobs.items():
+                for part in batched(group, self.batch_size):
+                    texts = self.write([ids for _, ids in part], n, heat, until)
+                    for (i, _), text in zip(part, texts):
+                        results[i] = text
+                    bar.update(len(part))
+        self.seconds += time.perf_counter() - began
+        return results
+
+    def write(self, rows, n, temperature, until):
+        """Texts that continue rows of one length, each up to the first of `until`."""
+        idx = torch.tensor(rows, device=self.device)
+        cache = self.cache(len(rows), idx.size(1) + n)
+        written, texts = [[] for _ in rows], [""] * len(rows)
+        steps = generate(self.model, idx, n, temperature, stop=(self.eot_token_id,), cache=cache,
+                         vocab_size=self.tokens.vocab_size)  # fmt: skip
+        for ids, _ in steps:
+            for row, new in zip(written, ids.tolist()):
+                row += [] if row and row[-1] == self.eot_token_id else [new]
+            texts = [self.tokens.decode_bytes([i for i in row if i != self.eot_token_id])
+                     .decode("utf-8", "replace") for row in written]  # fmt: skip
+            ended = [row[-1] == self.eot_token_id or any(stop in text for stop in until if stop)
+                     for row, text in zip(written, texts)]  # fmt: skip
+            if all(ended):
+                break
+        for stop in filter(None, until):
+            texts = [text.split(stop)[0] for text in texts]
+        return texts
+
+
+def batched(items, n):
+    return [items[i : i + n] for i in range(0, len(items), n)]
+
+
+def prefill_only(model, idx, cache, chunk=8192):
+    for piece in idx.split(chunk, dim=1):
+        model(piece, T_out=0, cache=cache)
+
+
+def evaluate(model, tokenizer, args):
+    """The harness's results for the tasks that args name; ValueError where its data is missing."""
+    names = (PAPER if args.tasks == "paper" else args.tasks).split(",")
+    manager = TaskManager(include_path=args.include_path)
+    for name in names:
+        if name not in manager.all_tasks:
+            near = ", ".join(difflib.get_close_matches(name, manager.all_tasks, 5)) or "none"
+            raise ValueError(f"the harness has no task '{name}'; near names: {near}")
+    ours = Harness(model, tokenizer, args.batch_size)
+    try:
+        results = simple_evaluate(
+            ours, tasks=names, limit=args.limit, num_fewshot=args.num_fewshot, task_manager=manager,
+            log_samples=False,
+        )  # fmt: skip
+    except Exception as error:
+        if not from_hub(error):
+            raise
+        home = os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
+        raise ValueError(
+            f"the data of {args.tasks} is not here and cannot be fetched ({brief(error)}); the harness "
+            f"looks in {home}/hub and {home}/datasets: fill them on a machine with a network (lm_eval "
+            f"downloads what a task's dataset_path names), or set HF_HOME"
+        ) from error
+    print(make_table(results))
+    return results["results"], ours.seconds
+
+
+def from_hub(error):
+    """Whether an exception, or one behind it, is about data that cannot be fetched."""
+    while error:
+        if isinstance(error, OSError) or type(error).__module__.split(".")[0] in (
+            "requests", "httpx", "huggingface_hub", "datasets",
+        ):  # fmt: skip
+            return True
+        error = error.__cause__ or error.__context__
+    return False
