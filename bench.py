@@ -5,8 +5,9 @@
     python bench.py train   [--preset=gpt2 --batch_size=32] [--T_out=128]    with it, T_out = T too
     python bench.py decode  [--T=1024,131072 --batch_size=1 --max_new_tokens=128]
     python bench.py plot OUT_DIR...        the losses of training runs, from their log.jsonl
+    python bench.py mask [--window=4 --sink=0]    what sees what: the phases, and layer upon layer
 
-Each compares orthros, full and swa in one run: the same random weights, warm, synchronised, medians.
+The first three compare orthros, full and swa in one run: the same random weights, warm, synchronised, medians.
 The table is printed, written with its circumstances to OUT_DIR/NAME.json, and drawn to NAME.png.
 
 Columns
@@ -416,10 +417,56 @@ def plot(runs, out_dir):
     print(f"drawn to {path}")
 
 
+def mask(window, sink, out_dir):
+    """Two pictures of the contract of attend: masks.png, every phase's queries and keys, and
+    reach.png, what the last position knows of after each layer."""
+    plt = pyplot()
+    if plt is None:
+        return
+    from matplotlib.colors import ListedColormap
+
+    T, colors = 12, ListedColormap(["white", "tab:blue", "tab:orange"])
+    phases = {"pre-training": (T, T), "fine-tuning, RL": (T, 4), "prefill": (T, 1), "decoding": (1, 1)}
+    heights = [n_base + n_out for n_base, n_out in phases.values()]
+    figure, panels = plt.subplots(1, 4, figsize=(11, 5), layout="constrained")
+    for axes, (name, (n_base, n_out)) in zip(panels, phases.items()):
+        base = M.visible(n_base, T, window, sink).int()
+        rows = torch.cat((base, 2 * M.visible(n_out, T).int()))
+        image = torch.zeros(max(heights), T, dtype=torch.int)
+        image[: len(rows)] = rows  # one scale for all four
+        axes.imshow(image, cmap=colors, vmin=0, vmax=2)
+        axes.set_ylim(max(heights) - 0.5, -0.5)
+        axes.set_xticks(range(T), [f"k{j + 1}" for j in range(T)], fontsize=6)
+        queries = [f"x{T - n_base + i + 1}" for i in range(n_base)]
+        queries += [f"x'{T - n_out + i + 1}" for i in range(n_out)]
+        axes.set_yticks(range(len(rows)), queries, fontsize=6)
+        axes.set_title(f"{name}\nT_out = {n_out}", fontsize=9)
+    figure.suptitle(f"base tokens (blue): window {window}, sink {sink}; output tokens (orange): all of "
+                    f"the cache", fontsize=9)  # fmt: skip
+    os.makedirs(out_dir, exist_ok=True)
+    figure.savefig(os.path.join(out_dir, "masks.png"), dpi=120)
+
+    T, layers = 32, 6
+    sees, knows = M.visible(T, T, window, sink).float(), torch.eye(T)
+    rows = []
+    for _ in range(layers):
+        knows = ((sees @ knows) > 0).float()  # of its own keys' positions, all they knew
+        rows.append(knows[-1])
+    rows.append(torch.full((T,), 2.0))
+    figure, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
+    frame = (0.5, T + 0.5, layers + 0.5, -0.5)
+    axes.imshow(torch.stack(rows), cmap=colors, vmin=0, vmax=2, aspect="auto", extent=frame)
+    labels = [f"base, layer {i + 1}" for i in range(layers)] + ["output token, any layer"]
+    axes.set_yticks(range(layers + 1), labels, fontsize=8)
+    axes.set(xlabel="position", title=f"what position {T} can know of (window {window}, sink {sink})")
+    figure.savefig(os.path.join(out_dir, "reach.png"), dpi=120)
+    print(f"drawn to {out_dir}/masks.png and {out_dir}/reach.png")
+
+
 def main():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("command", choices=("prefill", "train", "decode", "plot"))
+    add("command", choices=("prefill", "train", "decode", "plot", "mask"))
     add("runs", nargs="*", help="plot: the out_dirs of runs")
     add("--kernels", action="store_true", help="time the attention alone, per backend")
     add("--preset", help="model shape (default: laptop on a CPU; on a GPU qwen3-8b or gpt2)")
@@ -446,6 +493,9 @@ def main():
     args = parser.parse_args()
     if args.command == "plot":
         return plot(args.runs, args.out_dir)
+    if args.command == "mask":
+        GPTConfig(window=4 if args.window is None else args.window, sink=args.sink or 0)  # checks
+        return mask(4 if args.window is None else args.window, args.sink or 0, args.out_dir)
     if args.runs:
         raise ValueError(f"{args.command} takes no folders: {' '.join(args.runs)}")
     device, dtype = pick_device(args.device, args.dtype)

@@ -116,8 +116,8 @@ def evaluate_loss(args, device, dtype):
 # ------------------------------------------------------------------------------------------------
 # recall
 
-# a hybrid has full attention in every other layer here, since the models have two
 EPISODES = 4096  # of the test
+# a hybrid has full attention in every other layer here, since the models have two
 RECALL_VARIANTS = "full;swa;swa,full;orthros;orthros --scale_offset=False"
 
 
@@ -129,7 +129,7 @@ class SpreadRecall(train.RecallData):
         return self.episodes(rng, sizes, (room * rng.random(sizes.shape)).astype(int))
 
     def train_batch(self, B, seed, step, m):
-        if step % 2:  # the far ones are the hard ones
+        if step < 700 or step % 2:  # the far ones are the hard ones, and come first
             return super().train_batch(B, seed, step, m)
         rng = np.random.default_rng((seed, step, m))
         return self.spread(rng, (2 + (self.pairs - 1) * rng.random((B, 1)) ** 2).astype(int))
@@ -154,7 +154,7 @@ def recall_by_distance(model, data, n, device):
 
 def evaluate_recall(args, device, dtype):
     rows = []
-    flags = ["--dataset=recall", "--max_iters=1200", *args.rest]
+    flags = ["--dataset=recall", "--max_iters=1400", *args.rest]
     for variant in (args.variants or RECALL_VARIANTS).split(";"):
         run, _ = trained(variant, flags, args.seeds[0], SpreadRecall)
         c, data = run.model.config, run.data
@@ -194,7 +194,7 @@ VARIANTS = "full;swa;swa,swa,swa,full;orthros;orthros --scale_offset=False;orthr
 def trained(variant, flags, seed, data=None):
     """Train a variant, '[attention] [flags of train.py]', by train.py's own loop. data: the class of
     its dataset, if it is not what --dataset says. Returns (the Run, its log's records)."""
-    attention, *own = shlex.split(variant)
+    attention, *own = shlex.split(variant) or [""]
     name = "".join(c if c.isalnum() else "-" for c in f"{variant} {seed}")
     out_dir = os.path.join("out", "evaluate", name)
     os.makedirs(out_dir, exist_ok=True)
@@ -419,6 +419,8 @@ def main():
     for name in ("device", "dtype", "backend"):
         if trains and getattr(args, name):
             args.rest.append(f"--{name}={getattr(args, name)}")
+    if args.json:
+        open(args.json, "a").close()  # better now than after an hour
     device, dtype = pick_device(args.device, args.dtype)
     choose_backend(args.backend)
     run, draw = COMMANDS[args.command]
