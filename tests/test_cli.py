@@ -390,13 +390,30 @@ def test_a_failed_save_keeps_the_old_checkpoint(monkeypatch):
 # Speed
 
 
-@pytest.mark.parametrize("command", ["prefill", "train"])
+@pytest.mark.parametrize("command", ["prefill", "train", "decode"])
 def test_bench_compares_three_kinds_that_agree_with_the_reference(command):
-    flags = ["--T=64", "--n_layer=2", "--window=8", "--repeats=1", "--chunk=32", "--batch_size=1"]
+    flags = ["--T=64", "--n_layer=2", "--window=8", "--repeats=1", "--chunk=32", "--batch_size=1",
+             "--max_new_tokens=3"]  # fmt: skip
     call(bench.main, command, *flags, "--device=cpu", "--out_dir=b")
-    rows = json.load(open(f"b/{command}.json"))["rows"]
+    record = json.load(open(f"b/{command}.json"))
+    rows, answers = record["rows"], record["answers"]
+    assert [row["written"] for row in answers] == ([3, 3, 3] if command == "decode" else [])
     assert [row["kind"] for row in rows] == ["full", "swa", "orthros"]
     assert all(row["error"] < 1e-4 and row["limit ms"] > 0 for row in rows)
+
+
+def test_a_short_T_out_is_compared_with_predicting_everywhere():
+    flags = ["--T=64", "--n_layer=2", "--repeats=1", "--batch_size=1", "--T_out=4", "--device=cpu"]
+    call(bench.main, "train", *flags, "--attention=orthros", "--out_dir=b")
+    short, whole = json.load(open("b/train.json"))["rows"]
+    assert (short["kind"], whole["kind"]) == ("orthros", "orthros, T_out = T")
+    assert short["limit ms"] < whole["limit ms"] and short["x full"] is None
+
+
+def test_masks_are_drawn():
+    pytest.importorskip("matplotlib")
+    call(bench.main, "mask", "--window=3", "--sink=1", "--out_dir=b")
+    assert {"masks.png", "reach.png"} <= set(os.listdir("b"))
 
 
 def test_bench_measures_the_attention_alone(capsys, monkeypatch):
