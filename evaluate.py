@@ -25,6 +25,7 @@ import os
 import shlex
 import statistics
 import sys
+import zlib
 
 import numpy as np
 import torch
@@ -87,6 +88,10 @@ def load(args, kind, device, dtype):
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(f"{tokenizer.name} has {tokenizer.vocab_size} tokens, the model of "
                          f"{args.out_dir} {model.config.vocab_size}")  # fmt: skip
+    longest = {"loss": args.T, "needle": max(args.lengths)}.get(args.command, 0)
+    if longest > model.config.block_size:
+        print(f"{longest} tokens are more than the {model.config.block_size} (block_size) that the model "
+              f"was trained on", file=sys.stderr)  # fmt: skip
     return model.to(dtype).eval(), tokenizer
 
 
@@ -196,6 +201,7 @@ def trained(variant, flags, seed, data=None):
     its dataset, if it is not what --dataset says. Returns (the Run, its log's records)."""
     attention, *own = shlex.split(variant) or [""]
     name = "".join(c if c.isalnum() else "-" for c in f"{variant} {seed}")
+    name += f"-{zlib.crc32(' '.join(flags).encode()):08x}"  # other flags, another run
     out_dir = os.path.join("out", "evaluate", name)
     os.makedirs(out_dir, exist_ok=True)
     args = train.parse_args([*flags, *own, f"--attention={attention}", f"--seed={seed}",
@@ -217,14 +223,14 @@ def loss_by_quarter(run):
     totals, counts = torch.zeros(4), torch.zeros(4)
     for x, y in run.data.val_batches(run.args.batch_size, run.args.eval_windows):
         x, y = x.to(run.device), y.to(run.device)
-        logits = run.model.eval()(x)[0].float()
+        logits = run.model.eval()(x, T_out=y.size(1))[0].float()
         losses = torch.nn.functional.cross_entropy(
             logits.mT, y, reduction="none", ignore_index=-1
         ).cpu()
         for i, (part, targets) in enumerate(zip(losses.chunk(4, dim=1), y.cpu().chunk(4, dim=1))):
             totals[i] += part.sum()
             counts[i] += (targets >= 0).sum()
-    return (totals / counts.clamp(min=1)).tolist()
+    return (totals / counts).tolist()  # nan where there is nothing to predict
 
 
 def evaluate_compare(args, device, dtype):
@@ -406,19 +412,22 @@ def main():
     add("--dtype", help="float32, bfloat16, float16 (default: what suits the device)")
     add("--backend", help="attention backend: torch, flash or masked")
     args, args.rest = parser.parse_known_intermixed_args()
-    if args.batch_size is None:
-        args.batch_size = 8 if args.command == "harness" else 1
-    if min(args.T, args.max_windows, args.batch_size, args.trials) < 1:
-        raise ValueError("--T, --max_windows, --batch_size and --trials must be at least 1")
     trains = args.command in ("recall", "compare")
+    if args.batch_size is None and not trains:
+        args.batch_size = 8 if args.command == "harness" else 1
+    if min(args.T, args.max_windows, args.batch_size or 1, args.trials) < 1:
+        raise ValueError("--T, --max_windows, --batch_size and --trials must be at least 1")
     if args.rest and not trains:
         parser.error(f"unrecognized arguments: {' '.join(args.rest)}")
     reads = args.command in ("loss", "needle")
     if reads != bool(args.files):
         raise ValueError(f"{args.command} takes {'files of text' if reads else 'no files'}")
-    for name in ("device", "dtype", "backend"):
-        if trains and getattr(args, name):
+    given = [n for n, value in vars(args).items() if value != parser.get_default(n)]
+    for name in given if trains else ():
+        if name in ("window", "sink", "batch_size", "device", "dtype", "backend"):
             args.rest.append(f"--{name}={getattr(args, name)}")
+        elif name not in ("command", "files", "rest", "variants", "seeds", "json"):
+            raise ValueError(f"--{name} means nothing to {args.command}")
     if args.json:
         open(args.json, "a").close()  # better now than after an hour
     device, dtype = pick_device(args.device, args.dtype)

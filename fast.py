@@ -118,8 +118,8 @@ if triton:
         merged = tl.load(y_at, inside[:, None], 0).to(tl.float32)
         total = tl.load(lse + b * lse_b + h * lse_h + t, inside, 0)
         for j in tl.static_range(sink):
-            key = tl.load(k + b * k_b + j * k_t + h // G * k_h + d).to(tl.float32)
-            value = tl.load(v + b * v_b + j * v_t + h // G * v_h + d).to(tl.float32)
+            key = tl.load(k + b.to(tl.int64) * k_b + j * k_t + h // G * k_h + d).to(tl.float32)
+            value = tl.load(v + b.to(tl.int64) * v_b + j * v_t + h // G * v_h + d).to(tl.float32)
             score = tl.sum(query * key[None], axis=1) * scale
             score = tl.where(start + t - j < window, -float("inf"), score)
             largest = tl.maximum(total, score)
@@ -297,13 +297,16 @@ def attend_step(q, k, v, length, window, sink):
     part = q.new_empty((B * R * H, splits, D), dtype=torch.float32)
     lse, y = part.new_empty(part.shape[:2]), torch.empty_like(q)
     reach = 2**30 if window is None else window
-    BLOCK = 64
+    alone = R == 1 and window is not None  # a window with no row beside it that sees everything
+    BLOCK, stages = 64, 3 if D * q.element_size() <= 256 else 1  # what fits into shared memory
     attend_kernel[(B * Hk, splits)](
         q, k, v, part, lse, length, *k.stride()[:3], reach, sink, 1 / math.sqrt(D), Hk, G, R,
-        max(16, triton.next_power_of_2(R * G)), D, EARLY, BLOCK, splits, num_warps=4, num_stages=3,
-        launch_pdl=EARLY,
+        max(16, triton.next_power_of_2(R * G)), D, alone, EARLY, BLOCK, splits, num_warps=4,
+        num_stages=stages, launch_pdl=EARLY,
     )  # fmt: skip
-    combine_kernel[(B * R * H,)](part, lse, y, length, D, EARLY, BLOCK, splits, launch_pdl=EARLY)
+    combine_kernel[(B * R * H,)](
+        part, lse, y, length, reach, sink, D, alone, EARLY, BLOCK, splits, launch_pdl=EARLY
+    )
     return y
 
 
@@ -431,21 +434,29 @@ if triton:
         return tl.load(x + at, inside, 0)
 
     @triton.jit
-    def split_of(S, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-        """How many keys each program takes, in whole blocks."""
-        return tl.cdiv(tl.cdiv(S, BLOCK), SPLITS) * BLOCK
+    def blocks_seen(S, window, sink, ALONE: tl.constexpr, BLOCK: tl.constexpr):
+        """How many blocks of keys anybody sees, how many of those hold sink keys, and how many are
+        left out behind these: none unless the window is ALONE."""
+        seen = tl.cdiv(S, BLOCK)
+        sinks = seen * 0
+        hidden = seen * 0
+        if ALONE:
+            sinks = tl.minimum(tl.cdiv(sink, BLOCK), seen)
+            hidden = tl.maximum(tl.maximum(S - window, 0) // BLOCK - sinks, 0)
+        return seen - hidden, sinks, hidden
 
     @triton.jit
     def attend_kernel(
         q, k, v, part, lse, length, c_b, c_t, c_h, window, sink, scale, Hk, G: tl.constexpr,
-        R: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr,
-        BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+        R: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, ALONE: tl.constexpr,
+        EARLY: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     ):  # fmt: skip
         """All R * G queries of one KV head over one split of its keys, with a running softmax."""
         wait(EARLY)
         b, h, split = tl.program_id(0) // Hk, tl.program_id(0) % Hk, tl.program_id(1)
         S = tl.load(length) + 1
-        size = split_of(S, BLOCK, SPLITS)
+        blocks, sinks, hidden = blocks_seen(S, window, sink, ALONE, BLOCK)
+        size = tl.cdiv(blocks, SPLITS)
         i, d, j = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, BLOCK)
         row = (b * R + i // G) * Hk * G + h * G + i % G  # of q and part: row of the pair, head
         valid, unlimited = i < R * G, i // G == 1
@@ -454,8 +465,10 @@ if triton:
         total = tl.zeros([ROWS], tl.float32)
         y = tl.zeros([ROWS, D], tl.float32)
         offset = b.to(tl.int64) * c_b + h * c_h
-        for start in range(split * size, tl.minimum(S, (split + 1) * size), BLOCK):
-            key = start + j
+        for block in range(split * size, tl.minimum(blocks, (split + 1) * size)):
+            key = block * BLOCK + j
+            if ALONE:
+                key += tl.where(block < sinks, 0, hidden * BLOCK)
             at = offset + key.to(tl.int64)[:, None] * c_t + d[None]
             keys = load_cached(k, at, (key < S)[:, None])
             scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
@@ -476,14 +489,15 @@ if triton:
 
     @triton.jit
     def combine_kernel(
-        part, lse, y, length, D: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
-        SPLITS: tl.constexpr,
+        part, lse, y, length, window, sink, D: tl.constexpr, ALONE: tl.constexpr,
+        EARLY: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     ):  # fmt: skip
         """One query's result from its splits, each weighed by its share of the denominator."""
         wait(EARLY)
         row, s, d = tl.program_id(0), tl.arange(0, SPLITS), tl.arange(0, D)
         S = tl.load(length) + 1
-        live = s * split_of(S, BLOCK, SPLITS) < S
+        blocks, _, _ = blocks_seen(S, window, sink, ALONE, BLOCK)
+        live = s * tl.cdiv(blocks, SPLITS) < blocks
         share = tl.load(lse + row * SPLITS + s, live, -float("inf"))
         share = tl.exp(share - tl.max(share))
         parts = tl.load(part + (row * SPLITS + s[:, None]) * D + d[None], live[:, None], 0)

@@ -7,6 +7,7 @@ or written: T_out is the continuation.
 import difflib
 import itertools
 import os
+import sys
 import time
 
 import torch
@@ -36,6 +37,8 @@ class Harness(TemplateLM):
         super().__init__()
         self.model, self.tokens, self.batch_size = model, tokenizer, batch_size
         self.max_length, self.seconds = model.config.block_size, 0.0  # spent in the model
+        own = getattr(tokenizer, "tokenizer", None)  # of a tokenizer.json: what it puts first
+        self.bos = own.encode("").ids[:1] if own else []
         self._device = model.wte.weight.device
 
     @property
@@ -43,11 +46,17 @@ class Harness(TemplateLM):
         return self.tokens.eot
 
     @property
+    def prefix_token_id(self):
+        """What an empty context is: the tokenizer's first token, else end of text."""
+        return (self.bos or [self.eot_token_id])[0]
+
+    @property
     def tokenizer_name(self):
         return self.tokens.name
 
     def tok_encode(self, string, add_special_tokens=None, **kwargs):
-        return self.tokens.encode(string).tolist()
+        ids = self.tokens.encode(string).tolist()
+        return ids if add_special_tokens is False else self.bos + ids
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
         """requests: (whatever, context ids, continuation ids) -> (sum of log P, is it greedy)."""
@@ -72,13 +81,29 @@ class Harness(TemplateLM):
                 else:
                     alone += group
             # neighbours in length, so that T_out stays near the longest continuation
-            alone.sort(key=lambda i: (len(cut[i][1]), sum(map(len, cut[i]))))
-            for part in batched(alone, self.batch_size):
+            alone.sort(key=lambda i: sum(map(len, cut[i])))
+            for part in self.alike(alone, cut):
                 for i, score in zip(part, self.score([cut[i] for i in part])):
                     results[i] = score
                 bar.update(len(part))
         self.seconds += time.perf_counter() - began
         return results
+
+    def alike(self, order, pairs):
+        """Batches of neighbours in length, closed before T_out would be much more than an answer."""
+        part = []
+        for i in order:
+            rows = [pairs[j] for j in [*part, i]]
+            T_out = max(sum(map(len, row)) for row in rows) - min(
+                len(context) for context, _ in rows
+            )
+            longest = max(len(continuation) for _, continuation in rows)
+            if part and (len(part) == self.batch_size or T_out > 2 * longest + 32):
+                yield part
+                part = []
+            part.append(i)
+        if part:
+            yield part
 
     @torch.no_grad()
     def score(self, pairs, shared=0):
@@ -92,7 +117,10 @@ class Harness(TemplateLM):
         if shared:
             one, cache = (self.cache(n, T) for n in (1, len(rows)))
             prefill_only(self.model, idx[:1, :shared], one)
-            cache.k[:, :, :shared], cache.v[:, :, :shared] = one.k[:, :, :shared], one.v[:, :, :shared]
+            cache.k[:, :, :shared], cache.v[:, :, :shared] = (
+                one.k[:, :, :shared],
+                one.v[:, :, :shared],
+            )
             cache.length = shared
         logits = self.model(idx[:, shared:], T_out=T_out, cache=cache)[0]  # (B, T_out, V)
         scores = []
@@ -125,11 +153,14 @@ class Harness(TemplateLM):
             text, options = request.args
             until = options.get("until") or []
             until = [until] if isinstance(until, str) else list(until)
-            n = int(options.get("max_gen_toks") or options.get("max_new_tokens") or self.max_gen_toks)
+            n = int(
+                options.get("max_gen_toks") or options.get("max_new_tokens") or self.max_gen_toks
+            )
             heat = float(options.get("temperature") or 0) if options.get("do_sample") else 0.0
+            n = min(
+                n, max(1, self.max_length // 2)
+            )  # a small model still needs room for the question
             room = self.max_length - n
-            if room < 1:
-                raise ValueError(f"{n} tokens are asked for, but block_size is {self.max_length}")
             ids = (self.tok_encode(text) or [self.eot_token_id])[-room:]
             jobs.setdefault((len(ids), n, heat, tuple(until)), []).append((i, ids))
         with tqdm(total=len(requests), disable=disable_tqdm, desc="writing") as bar:
@@ -181,11 +212,15 @@ def evaluate(model, tokenizer, args):
             near = ", ".join(difflib.get_close_matches(name, manager.all_tasks, 5)) or "none"
             raise ValueError(f"the harness has no task '{name}'; near names: {near}")
     ours = Harness(model, tokenizer, args.batch_size)
+    if ours.max_length < 1024:
+        print(f"contexts are cut to the model's block_size, {ours.max_length}", file=sys.stderr)
     try:
         results = simple_evaluate(
             ours, tasks=names, limit=args.limit, num_fewshot=args.num_fewshot, task_manager=manager,
             log_samples=False,
         )  # fmt: skip
+    except ImportError as error:
+        raise ValueError(f"{args.tasks} needs more packages: {brief(error)}") from error
     except Exception as error:
         if not from_hub(error):
             raise

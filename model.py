@@ -776,6 +776,8 @@ def pick_device(device=None, dtype=None):
     try:
         device = torch.device(device)
         torch.empty(1, device=device)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # Triton and CUDA graphs go to the current one
     except (RuntimeError, AssertionError) as error:
         why = str(error).splitlines()[0]
         raise ValueError(f"device '{device}' cannot be used here: {why}") from error

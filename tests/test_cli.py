@@ -515,7 +515,10 @@ def test_an_empty_prompt_starts_from_end_of_text(capsys):
 
 def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_resume(text):
     command = [sys.executable, ROOT / "train.py", *SMALL, "--max_iters=100000", "--out_dir=o"]
-    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job of `&` ignores it
+    )  # fmt: skip
     deadline = time.time() + 40
     while not os.path.exists("o/ckpt.pt") and time.time() < deadline:
         time.sleep(0.1)

@@ -80,7 +80,10 @@ def test_a_needle_is_found_by_a_model_that_copies_and_not_by_one_that_cannot():
         reach = 10**6
 
         def __call__(self, idx, T_out=None, cache=None):
-            start, cache.text = cache.length, torch.cat((getattr(cache, "text", idx[0, :0]), idx[0]))
+            start, cache.text = (
+                cache.length,
+                torch.cat((getattr(cache, "text", idx[0, :0]), idx[0])),
+            )
             cache.length += idx.size(1)
             if T_out == 0:
                 return None, None
@@ -141,7 +144,9 @@ def directly(lm, context, continuation):
 def test_scores_equal_a_direct_computation_whatever_the_batch_and_the_sharing(attention):
     lm = ours(attention=attention)
     sizes = [(5, 1), (40, 7), (3, 9), (300, 4), (300, 2), (300, 6), (300, 1), (590, 30), (700, 5)]
-    texts = [(torch.randint(256, (n,)).tolist(), torch.randint(256, (m,)).tolist()) for n, m in sizes]
+    texts = [
+        (torch.randint(256, (n,)).tolist(), torch.randint(256, (m,)).tolist()) for n, m in sizes
+    ]
     shared = texts[3][0]
     texts = [(shared if len(c) == 300 else c, a) for c, a in texts]
     best = lm.model(torch.tensor([texts[0][0]]))[0][0, -1].argmax().item()
@@ -229,7 +234,9 @@ def test_a_local_task_gives_what_a_direct_computation_gives(capsys, monkeypatch)
     assert results["choose"]["acc,none"] == right / len(records)
     assert results["write"]["exact_match,none"] == 0
     assert "choose" in capsys.readouterr().out
-    error = fails(capsys, evaluate.main, "harness", "--out_dir=.", "--tasks=chose", "--include_path=tasks")
+    error = fails(
+        capsys, evaluate.main, "harness", "--out_dir=.", "--tasks=chose", "--include_path=tasks"
+    )
     assert "near names" in error and "choose" in error
     error = fails(capsys, evaluate.main, "harness", "--out_dir=.", "--tasks=piqa")
     assert "HF_HOME" in error and os.path.abspath("home") in error
@@ -237,21 +244,33 @@ def test_a_local_task_gives_what_a_direct_computation_gives(capsys, monkeypatch)
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_full_attention_scores_as_the_harnesss_own_model_of_the_same_weights():
+@pytest.mark.parametrize("begins", [False, True])
+def test_full_attention_scores_as_the_harnesss_own_model_of_the_same_weights(begins):
+    import tokenizers
     from lm_eval.models.huggingface import HFLM
     from test_weights import imported, theirs, tokenizer_of_bytes
 
     imported(theirs(vocab_size=300, max_position_embeddings=600))
     tokenizer_of_bytes()
-    pathlib.Path("hf/tokenizer_config.json").write_text(json.dumps(
-        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}))  # fmt: skip
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    if begins:  # as Llama's does, with a token of its own
+        tokenizer = tokenizers.Tokenizer.from_file("hf/tokenizer.json")
+        tokenizer.add_special_tokens(["<s>"])
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+        )
+        tokenizer.save("hf/tokenizer.json")
+        names["bos_token"] = "<s>"
+    pathlib.Path("hf/tokenizer_config.json").write_text(json.dumps(names))
     theirs_lm = HFLM(pretrained="hf", device="cpu", batch_size=2, dtype="float32")
     model = evaluate.load_checkpoint("ours", attention="full")[0].eval()
-    lm = harness.Harness(model, prepare.load_tokenizer("hf/tokenizer.json"), 3)
+    lm = harness.Harness(model, prepare.load_tokenizer(os.path.abspath("hf/tokenizer.json")), 3)
     request = lambda *args: SimpleNamespace(args=args)
     pairs = [request("some context " * n, " an answer" * m) for n, m in ((1, 1), (9, 2), (30, 1))]
     pairs += [request("", "no context"), request("some context " * 30, " other")]
     pairs += [request("too long " * 80, " answer")]  # loses its beginning
+    assert lm.tok_encode("some text") == theirs_lm.tok_encode("some text")
+    assert lm.prefix_token_id == theirs_lm.prefix_token_id
     for a, b in zip(lm.loglikelihood(pairs), theirs_lm.loglikelihood(pairs)):
         assert abs(a[0] - b[0]) <= 1e-2 and a[1] == b[1]
     texts = [request("one text " * 20), request("a document " * 90)]
