@@ -148,12 +148,12 @@ def peak(device, before):
     return (torch.cuda.max_memory_allocated(device) - before) / 2**20
 
 
-def relative_error(call):
-    """call() through the chosen backend against the masked reference."""
+def relative_error(call, reference=None):
+    """call() through the chosen backend against reference(), or itself, through the masked one."""
     chosen, answers = choose_backend(M._backend), []
-    for name in (chosen, "masked"):
+    for name, compute in ((chosen, call), ("masked", reference or call)):
         choose_backend(name)
-        answers.append(call().float())
+        answers.append(compute().float())
     choose_backend(chosen)
     got, want = answers
     return ((got - want).norm() / want.norm()).item()
@@ -251,17 +251,11 @@ def bench_decode(args, device, dtype, limits):
                 return step(ids, T_out=1, cache=cache)[0]
 
             seconds = median_time(call, device, 4 * args.repeats, 3)
-            got, backend = call().float(), choose_backend(M._backend)
-            choose_backend("masked")
-            want = call(model).float()
-            choose_backend(backend)
-            seen = [
-                min(T, c.window + c.sink) if c.kind(i) == "swa" else T for i in range(c.n_layer)
-            ]
-            keys = sum(seen) * B * cache.k[0, 0, 0].nbytes
+            error = relative_error(call, lambda: call(model))
+            reach = [(c.window, c.sink) if c.kind(i) == "swa" else () for i in range(c.n_layer)]
+            keys = sum(keys_seen(1, T, *r) for r in reach) * B * cache.k[0, 0, 0].nbytes
             rows.append({"kind": kind, "T": T, "ms": 1e3 * seconds, "tokens/s": B / seconds,
-                         "limit ms": limits.ms(0, weights + 2 * keys),
-                         "error": ((got - want).norm() / want.norm()).item()})  # fmt: skip
+                         "limit ms": limits.ms(0, weights + 2 * keys), "error": error})  # fmt: skip
         model = cache = step = call = None  # free them before the next ones
     return rows
 
@@ -502,8 +496,8 @@ def main():
     if args.command == "plot":
         return plot(args.runs, args.out_dir)
     if args.command == "mask":
-        GPTConfig(window=4 if args.window is None else args.window, sink=args.sink or 0)  # checks
-        return mask(4 if args.window is None else args.window, args.sink or 0, args.out_dir)
+        shape = GPTConfig(window=4 if args.window is None else args.window, sink=args.sink or 0)
+        return mask(shape.window, shape.sink, args.out_dir)
     if args.runs:
         raise ValueError(f"{args.command} takes no folders: {' '.join(args.runs)}")
     device, dtype = pick_device(args.device, args.dtype)

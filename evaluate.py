@@ -33,6 +33,7 @@ import torch
 import train
 from model import KVCache, choose_backend, load_checkpoint, pick_device
 from prepare import Parser, decoded, load_tokenizer, local_files, needed, run_cli, tokenizer_of
+from sample import prefill
 
 # ------------------------------------------------------------------------------------------------
 # loss
@@ -42,10 +43,7 @@ from prepare import Parser, decoded, load_tokenizer, local_files, needed, run_cl
 def token_losses(model, idx, chunk=512):
     """Nats of each next token: idx (B, T + 1) -> (B, T). Read in chunks through a cache, so that the
     logits of a chunk alone exist; the same as one pass of pre-training."""
-    B, T = idx.shape[0], idx.shape[1] - 1
-    weight = model.wte.weight
-    cache = KVCache(model.config, B, T, weight.device, model.compute_dtype or weight.dtype)
-    losses = []
+    cache, losses = KVCache.of(model, idx.size(0), idx.size(1) - 1), []
     for x, y in zip(idx[:, :-1].split(chunk, dim=1), idx[:, 1:].split(chunk, dim=1)):
         logits = model(x, cache=cache)[0].float()
         losses.append(torch.nn.functional.cross_entropy(logits.mT, y, reduction="none"))
@@ -290,16 +288,13 @@ def needle_found(model, tokenizer, hay, T, depth, trial, device):
     place = round(depth * len(text))
     ids = text[:place] + needle + text[place:] + question + answer
     idx = torch.tensor([ids], device=device)
-    cache = KVCache(model.config, 1, T, device, model.wte.weight.dtype)
-    last = idx[:, -len(answer) - 1 : -1]
-    for piece in idx[:, : -len(answer) - 1].split(8192, dim=1):
-        model(piece, T_out=0, cache=cache)
+    cache, last = KVCache.of(model, 1, T), idx[:, -len(answer) - 1 : -1]
+    prefill(model, idx[:, : -len(answer) - 1], cache, 8192, T_out=0)
     return (model(last, cache=cache)[0].argmax(dim=-1) == idx[:, -len(answer) :]).all().item()
 
 
 def evaluate_needle(args, device, dtype):
     model, tokenizer = load(args, args.attention, device, dtype)
-    choose_backend(args.backend)
     longest = max(args.lengths)
     hay = text_tokens(tokenizer, args, longest * args.trials)
     if len(hay) < longest:

@@ -220,9 +220,9 @@ class FastStep:
             attn, mlp = block.attn, block.mlp
             weights = [attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight]
             qkv = linear(normed(h, block.attn_norm), weights)
-            q = place_heads(qkv, self.cache, attn, scales, rope, self.length, R)
-            window = None if attn.kind == "full" else attn.window
             k, v = self.cache.k[attn.layer], self.cache.v[attn.layer]
+            q = place_heads(qkv, k, v, attn, scales, rope, self.length, R)
+            window = None if attn.kind == "full" else attn.window
             y = attend_step(q, k, v, self.length, window, attn.sink)
             h = linear(y.view(B * R, -1), [attn.o_proj.weight], add=h)
             weights = [mlp.gate_proj.weight, mlp.up_proj.weight]
@@ -269,10 +269,9 @@ def normed(x, norm):
     return y
 
 
-def place_heads(qkv, cache, attn, scales, rope, length, R):
+def place_heads(qkv, k, v, attn, scales, rope, length, R):
     """qkv (B * R, (H + 2 Hk) D) -> queries (B, R, H, D), and the base rows' keys and values into
-    the cache at `length`: head by head what OrthrosAttention.project does after its matrices."""
-    k, v = cache.k[attn.layer], cache.v[attn.layer]
+    k, v (B, max_len, Hk, D) at `length`: what OrthrosAttention.project does after its matrices."""
     (B, _, Hk, D), H = k.shape, attn.n_head
     q, has_norm = qkv.new_empty(B, R, H, D), hasattr(attn.q_norm, "weight")
     gains = (attn.q_norm.weight, attn.k_norm.weight) if has_norm else (qkv, qkv)
@@ -292,7 +291,7 @@ def attend_step(q, k, v, length, window, sink):
     """
     (B, R, H, D), Hk = q.shape, k.size(2)
     G = H // Hk
-    cores = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 4
+    cores = torch.cuda.get_device_properties(q.device).multi_processor_count
     splits = 1 << max(1, 2 * cores // (B * Hk)).bit_length() - 1  # two programs a core, or fewer
     part = q.new_empty((B * R * H, splits, D), dtype=torch.float32)
     lse, y = part.new_empty(part.shape[:2]), torch.empty_like(q)

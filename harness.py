@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from model import KVCache
 from prepare import brief
-from sample import generate
+from sample import generate, prefill
 
 COMMON_SENSE = "arc_challenge,arc_easy,hellaswag,openbookqa,piqa,social_iqa,winogrande"
 RECALL = "drop,longbench_narrativeqa,swde,triviaqa,fda,squad_completion"
@@ -69,21 +69,18 @@ class Harness(TemplateLM):
             context = context[-(self.max_length + 1 - len(continuation)) :]
             cut.append((context, continuation))
         order = sorted(range(len(cut)), key=lambda i: (-len(cut[i][0]), cut[i][0]))
+        batches = []
+        for context, group in itertools.groupby(order, key=lambda i: cut[i][0]):
+            group = list(group)
+            if len(group) > 1 and len(context) > SHARE:
+                batches += [(part, len(context) - 1) for part in batched(group, self.batch_size)]
+            else:
+                alone += group
+        alone.sort(key=lambda i: sum(map(len, cut[i])))
+        batches += [(part, 0) for part in self.alike(alone, cut)]
         with tqdm(total=len(order), disable=disable_tqdm, desc="scoring") as bar:
-            for context, group in itertools.groupby(order, key=lambda i: cut[i][0]):
-                group = list(group)
-                if len(group) > 1 and len(context) > SHARE:
-                    for part in batched(group, self.batch_size):
-                        scores = self.score([cut[i] for i in part], shared=len(context) - 1)
-                        for i, score in zip(part, scores):
-                            results[i] = score
-                        bar.update(len(part))
-                else:
-                    alone += group
-            # neighbours in length, so that T_out stays near the longest continuation
-            alone.sort(key=lambda i: sum(map(len, cut[i])))
-            for part in self.alike(alone, cut):
-                for i, score in zip(part, self.score([cut[i] for i in part])):
+            for part, shared in batches:
+                for i, score in zip(part, self.score([cut[i] for i in part], shared)):
                     results[i] = score
                 bar.update(len(part))
         self.seconds += time.perf_counter() - began
@@ -94,9 +91,8 @@ class Harness(TemplateLM):
         part = []
         for i in order:
             rows = [pairs[j] for j in [*part, i]]
-            T_out = max(sum(map(len, row)) for row in rows) - min(
-                len(context) for context, _ in rows
-            )
+            shortest = min(len(context) for context, _ in rows)
+            T_out = max(sum(map(len, row)) for row in rows) - shortest
             longest = max(len(continuation) for _, continuation in rows)
             if part and (len(part) == self.batch_size or T_out > 2 * longest + 32):
                 yield part
@@ -115,12 +111,10 @@ class Harness(TemplateLM):
         idx = torch.tensor([row + [0] * (T - len(row)) for row in rows], device=self.device)
         cache = None
         if shared:
-            one, cache = (self.cache(n, T) for n in (1, len(rows)))
-            prefill_only(self.model, idx[:1, :shared], one)
-            cache.k[:, :, :shared], cache.v[:, :, :shared] = (
-                one.k[:, :, :shared],
-                one.v[:, :, :shared],
-            )
+            one, cache = (KVCache.of(self.model, n, T) for n in (1, len(rows)))
+            prefill(self.model, idx[:1, :shared], one, 8192, T_out=0)
+            cache.k[:, :, :shared] = one.k[:, :, :shared]
+            cache.v[:, :, :shared] = one.v[:, :, :shared]
             cache.length = shared
         logits = self.model(idx[:, shared:], T_out=T_out, cache=cache)[0]  # (B, T_out, V)
         scores = []
@@ -131,10 +125,6 @@ class Harness(TemplateLM):
             logprob = row.gather(1, targets[:, None]).double().sum().item()
             scores.append((logprob, bool((row.argmax(dim=-1) == targets).all())))
         return scores
-
-    def cache(self, batch_size, T):
-        weight = self.model.wte.weight
-        return KVCache(self.model.config, batch_size, T, weight.device, weight.dtype)
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         results = []
@@ -153,13 +143,11 @@ class Harness(TemplateLM):
             text, options = request.args
             until = options.get("until") or []
             until = [until] if isinstance(until, str) else list(until)
-            n = int(
-                options.get("max_gen_toks") or options.get("max_new_tokens") or self.max_gen_toks
-            )
-            heat = float(options.get("temperature") or 0) if options.get("do_sample") else 0.0
+            n = options.get("max_gen_toks") or options.get("max_new_tokens") or self.max_gen_toks
             n = min(
-                n, max(1, self.max_length // 2)
-            )  # a small model still needs room for the question
+                int(n), max(1, self.max_length // 2)
+            )  # a small model needs room for the question
+            heat = float(options.get("temperature") or 0) if options.get("do_sample") else 0.0
             room = self.max_length - n
             ids = (self.tok_encode(text) or [self.eot_token_id])[-room:]
             jobs.setdefault((len(ids), n, heat, tuple(until)), []).append((i, ids))
@@ -176,7 +164,7 @@ class Harness(TemplateLM):
     def write(self, rows, n, temperature, until):
         """Texts that continue rows of one length, each up to the first of `until`."""
         idx = torch.tensor(rows, device=self.device)
-        cache = self.cache(len(rows), idx.size(1) + n)
+        cache = KVCache.of(self.model, len(rows), idx.size(1) + n)
         written, texts = [[] for _ in rows], [""] * len(rows)
         steps = generate(self.model, idx, n, temperature, stop=(self.eot_token_id,), cache=cache,
                          vocab_size=self.tokens.vocab_size)  # fmt: skip
@@ -196,11 +184,6 @@ class Harness(TemplateLM):
 
 def batched(items, n):
     return [items[i : i + n] for i in range(0, len(items), n)]
-
-
-def prefill_only(model, idx, cache, chunk=8192):
-    for piece in idx.split(chunk, dim=1):
-        model(piece, T_out=0, cache=cache)
 
 
 def evaluate(model, tokenizer, args):

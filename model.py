@@ -440,6 +440,13 @@ class KVCache:
         self.v = torch.zeros_like(self.k)
         self.length = 0
 
+    @classmethod
+    def of(cls, model, batch_size, max_len):
+        """A cache for what this model computes, on its device."""
+        weight = model.wte.weight
+        dtype = model.compute_dtype or weight.dtype
+        return cls(model.config, batch_size, max_len, weight.device, dtype)
+
     @property
     def max_len(self):
         return self.k.size(2)

@@ -29,8 +29,9 @@ def decode(model, cache, logits, n, pick):
             logits, _ = model(ids[:, None], T_out=1, cache=cache)
 
 
-def prefill(model, idx, cache, chunk):
-    """Read idx (B, T) into the cache, linear in T; return the logits (B, 1, V) at its end.
+def prefill(model, idx, cache, chunk, T_out=1):
+    """Read idx (B, T) into the cache, linear in T; return the logits (B, 1, V) at its end, or None
+    with T_out=0.
 
     Only the last chunk has an output token, so only its one query looks at the whole cache, and
     memory beside the cache stays that of a chunk.
@@ -38,7 +39,7 @@ def prefill(model, idx, cache, chunk):
     *chunks, last = idx.split(chunk, dim=1)
     for piece in chunks:
         model(piece, T_out=0, cache=cache)
-    return model(last, T_out=1, cache=cache)[0]
+    return model(last, T_out=T_out, cache=cache)[0]
 
 
 def pick_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
@@ -86,9 +87,7 @@ def generate(
         raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}")
     needed = T + max_new_tokens - 1
     if cache is None:
-        weight = model.blocks[0].attn.k_proj.weight
-        dtype = model.compute_dtype or weight.dtype
-        cache = KVCache(model.config, B, needed, weight.device, dtype)
+        cache = KVCache.of(model, B, needed)
     cache.check(needed)
     if cache.length + needed > model.config.block_size:
         warnings.warn(

@@ -76,7 +76,7 @@ def test_compare_trains_on_the_same_batches_and_reports_mean_and_spread(capsys, 
 def test_a_needle_is_found_by_a_model_that_copies_and_not_by_one_that_cannot():
     class Copier:
         config = SimpleNamespace(n_layer=1, n_kv_head=1, head_dim=2, attention="full")
-        wte = SimpleNamespace(weight=torch.zeros(1))
+        wte, compute_dtype = SimpleNamespace(weight=torch.zeros(1)), None
         reach = 10**6
 
         def __call__(self, idx, T_out=None, cache=None):
