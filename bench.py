@@ -340,31 +340,47 @@ def show(rows):
 
 
 def draw(rows, title, path):
-    """Time over T, a line for each kind or kernel and a dashed one for its limit; bars for one T."""
+    """Time over T, a line for each kind or backend and a dotted one for its limit; bars for one T.
+    Kernels have a panel for each call."""
     plt = pyplot()
     if plt is None:
         return
-    label = lambda row: row["kind"] if "kind" in row else f"{row['call']}: {row['backend']}"
-    labels = list(dict.fromkeys(map(label, rows)))
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    if len({row["T"] for row in rows}) > 1:
-        for number, name in enumerate(labels):
-            mine = [row for row in rows if label(row) == name]
-            T = [row["T"] for row in mine]
-            axes.loglog(T, [row["ms"] for row in mine], "o-", color=f"C{number}", label=name)
-            axes.loglog(T, [row["limit ms"] for row in mine], ":", color=f"C{number}")
-        axes.set(xlabel="tokens", ylabel="ms (dotted: the hardware's limit)")
-        axes.legend()
-    else:
-        rows = rows[::-1]  # bars grow from below
-        axes.barh([label(row) for row in rows], [row["ms"] for row in rows], color="C0")
-        limits = [row["limit ms"] for row in rows]
-        axes.plot(limits, range(len(rows)), "k|", markersize=24, label="the hardware's limit")
-        axes.set(xlabel="ms")
-        axes.legend(markerscale=0.4)
-    axes.set_title(title, fontsize=9)
+    calls = list(dict.fromkeys(row.get("call") for row in rows))
+    several, lengths = len(calls) > 1, sorted({row["T"] for row in rows})
+    figure, panels = plt.subplots(
+        1, len(calls), figsize=(14 if several else 7, 4.5), layout="constrained", squeeze=False
+    )
+    for axes, call in zip(panels[0], calls):
+        lines = {}
+        for row in rows:
+            if row.get("call") == call:
+                lines.setdefault(row["kind"] if "kind" in row else row["backend"], []).append(row)
+        if len(lengths) > 1:
+            draw_lines(axes, lines, lengths)
+        else:  # bars grow from below
+            ms, limits = ([line[0][n] for line in lines.values()][::-1] for n in ("ms", "limit ms"))
+            axes.barh(list(lines)[::-1], ms, color="C0")
+            axes.plot(limits, range(len(ms)), "k|", markersize=24, label="the hardware's limit")
+            axes.set(xlabel="ms")
+            axes.legend(markerscale=0.4)
+        axes.set_title(call, fontsize=9)
+    figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=120)
     print(f"drawn to {path}")
+
+
+def draw_lines(axes, lines, lengths):
+    for number, (name, rows) in enumerate(lines.items()):
+        T, width = [row["T"] for row in rows], 1.5 * (len(lines) - number)  # none hides another
+        color = f"C{number}"
+        axes.plot(T, [row["ms"] for row in rows], "o-", color=color, label=name, linewidth=width)
+        axes.plot(T, [row["limit ms"] for row in rows], ":", color=color)
+    axes.set(xlabel="tokens", ylabel="ms (dotted: the hardware's limit)", xscale="log")
+    axes.set_xticks(lengths, [f"{T:,}" for T in lengths], rotation=30)
+    axes.minorticks_off()
+    times = [row["ms"] for rows in lines.values() for row in rows]
+    axes.set(ylim=(0, None)) if max(times) < 20 * min(times) else axes.set(yscale="log")
+    axes.legend()
 
 
 def pyplot():

@@ -206,6 +206,7 @@ def trained(variant, flags, seed, data=None):
                              f"--out_dir={out_dir}"])  # fmt: skip
     device, dtype = train.start_processes(args)
     choose_backend(args.backend)
+    torch.compiler.reset()  # it gives up on code that it has compiled for too many models
     data = data(train.config_of(args)) if data else train.open_data(args)
     run = train.Run(args, data, device, dtype)
     print(f"training {variant}, seed {seed}: {args.max_iters} steps", file=sys.stderr)

@@ -219,12 +219,12 @@ def fast_step(args, model, cache):
     """fast.FastStep on a GPU, or None, with a line that says why."""
     if not (cache.k.is_cuda if args.compile is None else args.compile):
         return None
-    from fast import FastStep, why_not
+    from fast import FastStep
 
-    reason = why_not(model, cache.k.size(1))
-    if reason:
-        print(f"decoding eagerly: {reason}", file=sys.stderr)
-    return None if reason else FastStep(model, cache)
+    try:
+        return FastStep(model, cache)
+    except Exception as error:  # a model that it is not for, or a GPU that its kernels do not fit
+        print(f"decoding eagerly: {error}", file=sys.stderr)
 
 
 def ask(prompt):

@@ -457,7 +457,7 @@ def test_the_pair_kernel_answers_as_the_masked_reference_at_any_context(G, sink,
     [dict(), dict(sink=2, qk_norm=True), dict(scale_offset=False), dict(attention="full"),
      dict(attention="swa,full"), dict(attention="swa", sink=2)],
 )  # fmt: skip
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [1, 3, 10])
 def test_200_steps_under_one_graph_equal_the_eager_steps(dtype, changes, batch):
     model = tiny(n_embd=128, head_dim=64, n_head=4, n_kv_head=2, window=32, **changes).cuda()
     model.to(dtype)

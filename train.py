@@ -499,7 +499,7 @@ def parse_args(argv=None):
         parser.set_defaults(**{k: v for k, v in saved.items() if k not in MACHINE})
         args = parser.parse_args(argv)
         changed = [k for k, v in saved.items() if k not in MACHINE and getattr(args, k) != v]
-        if changed:
+        if changed and os.environ.get("RANK", "0") == "0":
             changes = ", ".join(f"{k} {saved[k]} -> {getattr(args, k)}" for k in changed)
             print(f"not the run it was: {changes}")
     elif args.init_from == "scratch":
@@ -597,13 +597,14 @@ def forward_flops(config, T, T_out):
 
 
 def closing_sample(model, data, device):
-    """Continue the first words of the validation text, up to block_size."""
+    """Continue the first words of the validation text, by a page at most."""
     tokenizer = load_tokenizer(data.meta["tokenizer"])
-    prompt = next(data.val_batches(1, 1))[0][:, : max(1, data.T // 4)].to(device)
+    T = min(data.T, 256)
+    prompt = next(data.val_batches(1, 1))[0][:, : max(1, T // 4)].to(device)
     text = tokenizer.decode_bytes(prompt[0].tolist()).decode("utf-8", "replace")
     print(f"\n--- validation text, and after the bar a sample decoded in pairs\n{text}|", end="")
     steps = generate(
-        model.eval(), prompt, max(1, data.T - prompt.size(1)), temperature=0.8,
+        model.eval(), prompt, max(1, T - prompt.size(1)), temperature=0.8,
         generator=torch.Generator(device).manual_seed(1), vocab_size=tokenizer.vocab_size,
     )  # fmt: skip
     write_stream(tokenizer, steps)
