@@ -5,6 +5,7 @@
     python evaluate.py needle --out_dir=DIR FILE...  a sentence hidden in a long text
     python evaluate.py harness --out_dir=DIR --tasks=paper    EleutherAI's lm-eval (extra eval)
     python evaluate.py compare --variants='full;orthros;orthros --sink=1' --seeds=1,2 [train.py's flags]
+                                       also gla, gated_deltanet, retnet on a GPU (extra peers)
 
 A table is printed as it comes; --json keeps it, with a picture beside it (extra plot).
 
@@ -19,6 +20,7 @@ Columns of compare: validation loss in nats (mean and standard deviation over se
 """
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -31,7 +33,7 @@ import numpy as np
 import torch
 
 import train
-from model import KVCache, choose_backend, load_checkpoint, pick_device
+from model import GPT, KVCache, choose_backend, load_checkpoint, pick_device
 from prepare import Parser, decoded, load_tokenizer, local_files, needed, run_cli, tokenizer_of
 from sample import prefill
 
@@ -192,12 +194,56 @@ def draw_recall(rows, axes):
 # compare
 
 VARIANTS = "full;swa;swa,swa,swa,full;orthros;orthros --scale_offset=False;orthros --sink=1"
+PEERS = {
+    "gla": "GatedLinearAttention",
+    "gated_deltanet": "GatedDeltaNet",
+    "retnet": "MultiScaleRetention",
+}
+
+
+class Peer(torch.nn.Module):
+    """A layer of flash-linear-attention in the place of ours, as its authors set it up. It has no
+    window, no output tokens, and here no cache."""
+
+    def __init__(self, name, config, layer):
+        super().__init__()
+        kind = getattr(needed("fla.layers", "peers"), PEERS[name])
+        narrow = {"head_dim": 3 * config.head_dim // 4} if name == "gated_deltanet" else {}
+        self.layer = kind(
+            hidden_size=config.n_embd, num_heads=config.n_head, layer_idx=layer, **narrow
+        )
+        self.layer.apply(GPT._init_weights)
+        self.layer.o_proj.weight.data /= math.sqrt(2 * config.n_layer)
+        self.is_last = layer == config.n_layer - 1
+
+    def forward(self, h, T, T_out, rope, cache=None):
+        with torch.autocast(h.device.type, h.dtype, enabled=h.dtype != torch.float32):
+            y = self.layer(h)[0]
+        return y[:, -T_out:] if self.is_last else y
+
+
+class PeerRun(train.Run):
+    """A training run of a plain Transformer's shape with Peers for attention."""
+
+    def __init__(self, peer, args, data, device, dtype):
+        if device.type != "cuda":
+            raise ValueError(f"the kernels of {peer} need an NVIDIA GPU, not {device}")
+        self.peer = peer
+        super().__init__(args, data, device, dtype)
+
+    def spread(self):  # called before the optimizer asks for the parameters
+        for layer, block in enumerate(self.model.blocks):
+            block.attn = Peer(self.peer, self.model.config, layer).to(self.device)
+        return super().spread()
 
 
 def trained(variant, flags, seed, data=None):
-    """Train a variant, '[attention] [flags of train.py]', by train.py's own loop. data: the class of
-    its dataset, if it is not what --dataset says. Returns (the Run, its log's records)."""
+    """Train a variant, '[attention or peer] [flags of train.py]', by train.py's own loop. data: the
+    class of its dataset, if it is not what --dataset says. Returns (the Run, its log's records)."""
     attention, *own = shlex.split(variant) or [""]
+    kind = train.Run
+    if attention in PEERS:
+        kind, attention = functools.partial(PeerRun, attention), "full"
     name = "".join(c if c.isalnum() else "-" for c in f"{variant} {seed}")
     name += f"-{zlib.crc32(' '.join(flags).encode()):08x}"  # other flags, another run
     out_dir = os.path.join("out", "evaluate", name)
@@ -208,7 +254,7 @@ def trained(variant, flags, seed, data=None):
     choose_backend(args.backend)
     torch.compiler.reset()  # it gives up on code that it has compiled for too many models
     data = data(train.config_of(args)) if data else train.open_data(args)
-    run = train.Run(args, data, device, dtype)
+    run = kind(args, data, device, dtype)
     print(f"training {variant}, seed {seed}: {args.max_iters} steps", file=sys.stderr)
     with contextlib.redirect_stdout(sys.stderr):
         train.train(run, train.Log(run))
@@ -237,24 +283,37 @@ def evaluate_compare(args, device, dtype):
     print(f"{'variant':32}{'val loss':>10}{'+-':>8}{'1/4':>8}{'2/4':>8}{'3/4':>8}{'4/4':>8}"
           f"{'tokens/s':>11}{'FLOPs':>7}")  # fmt: skip
     for variant in (args.variants or VARIANTS).split(";"):
-        losses, quarters, speeds, flops = [], [], [], 0
-        for seed in args.seeds:
-            run, records = trained(variant, args.rest, seed)
-            losses.append([r["val_loss"] for r in records if "val_loss" in r][-1])
-            quarters.append(loss_by_quarter(run))
-            speeds += [r["tokens_per_s"] for r in records if "tokens_per_s" in r][1:]
-            flops = run.flops
-            run = None
-        row = {"variant": variant, "seeds": args.seeds, "losses": losses, "flops": flops,
-               "mean": statistics.mean(losses), "quarters": np.mean(quarters, axis=0).tolist(),
-               "spread": statistics.stdev(losses) if len(losses) > 1 else None,
-               "tokens_per_s": statistics.median(speeds) if speeds else None}  # fmt: skip
+        try:
+            row = over_seeds(variant, args)
+        except (RuntimeError, ValueError) as error:
+            if not rows:
+                raise
+            print(f"{variant} is left out: {error}", file=sys.stderr)  # what was trained is kept
+            continue
         rows.append(row)
+        cost = [row["flops"] / rows[0]["flops"]] if row["flops"] and rows[0]["flops"] else []
         print(f"{variant:32}{row['mean']:>10.4f}"
               + (f"{row['spread']:>8.4f}" if row["spread"] is not None else f"{'':8}")
               + "".join(f"{q:>8.4f}" for q in row["quarters"])
-              + f"{row['tokens_per_s'] or 0:>11,.0f}{flops / rows[0]['flops']:>7.2f}", flush=True)  # fmt: skip
+              + f"{row['tokens_per_s'] or 0:>11,.0f}" + "".join(f"{x:>7.2f}" for x in cost), flush=True)  # fmt: skip
     return rows
+
+
+def over_seeds(variant, args):
+    """What a variant reaches, trained once for each seed."""
+    losses, quarters, speeds, run = [], [], [], None
+    for seed in args.seeds:
+        run = None  # free the one before
+        run, records = trained(variant, args.rest, seed)
+        losses.append([r["val_loss"] for r in records if "val_loss" in r][-1])
+        quarters.append(loss_by_quarter(run))
+        speeds += [r["tokens_per_s"] for r in records if "tokens_per_s" in r][1:]
+    return {"variant": variant, "seeds": args.seeds, "losses": losses,
+            "flops": None if isinstance(run, PeerRun) else run.flops,  # of kernels not counted here
+            "parameters": run.model.num_params(), "mean": statistics.mean(losses),
+            "quarters": np.mean(quarters, axis=0).tolist(),
+            "spread": statistics.stdev(losses) if len(losses) > 1 else None,
+            "tokens_per_s": statistics.median(speeds) if speeds else None}  # fmt: skip
 
 
 def draw_compare(rows, axes):

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from test_cli import call, fails, tiny, workdir  # noqa: F401 (a fixture)
 import evaluate
 import prepare
 import train
-from model import GPTConfig, save_checkpoint
+from model import GPT, GPTConfig, save_checkpoint
 
 BYTES = prepare.load_tokenizer("bytes")
 
@@ -71,6 +72,36 @@ def test_compare_trains_on_the_same_batches_and_reports_mean_and_spread(capsys, 
     assert abs(sum(full["quarters"]) / 4 - full["mean"]) < 0.01
     half = len(seen) // 2
     assert half >= 4 and sorted(seen[:half]) == sorted(seen[half:])
+
+
+def test_a_peers_layer_takes_the_place_of_attention_and_answers_at_T_out(monkeypatch):
+    class Mean(torch.nn.Module):  # as the layers of flash-linear-attention are called
+        def __init__(self, hidden_size, num_heads, layer_idx):
+            super().__init__()
+            self.o_proj = torch.nn.Linear(hidden_size, hidden_size, bias=False)
+
+        def forward(self, h):
+            return self.o_proj(h).cumsum(1), None, None
+
+    monkeypatch.setitem(sys.modules, "fla.layers", SimpleNamespace(GatedLinearAttention=Mean))
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=64, attention="full")
+    model = GPT(config)
+    for layer, block in enumerate(model.blocks):
+        block.attn = evaluate.Peer("gla", config, layer)
+    idx = torch.randint(64, (2, 12))
+    assert torch.allclose(model(idx, T_out=3)[0], model(idx)[0][:, -3:], atol=1e-6)
+    model(idx, idx)[1].backward()
+    assert all(block.attn.layer.o_proj.weight.grad.abs().sum() > 0 for block in model.blocks)
+
+
+def test_a_variant_that_cannot_run_costs_nothing_of_what_was_trained(capsys):
+    flags = "--dataset=recall --max_iters=2 --eval_windows=4 --device=cpu --json=c.json".split()
+    call(evaluate.main, "compare", "--variants=full;gla", *flags)
+    rows = json.loads(pathlib.Path("c.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["full"]
+    assert "gla is left out: the kernels of gla need an NVIDIA GPU" in capsys.readouterr().err
+    error = fails(capsys, evaluate.main, "compare", "--variants=gla", *flags)
+    assert "need an NVIDIA GPU" in error
 
 
 def test_a_needle_is_found_by_a_model_that_copies_and_not_by_one_that_cannot():
