@@ -281,7 +281,8 @@ def bench_answers(args, device, dtype):
                 ids.tolist()  # as a reader would have it
                 times.append(time.perf_counter() - began)
         rows.append({"kind": kind, "batch": B, "T": T, "written": B * n, "first s": times[0],
-                     "written/s": B * (n - 1) / (times[-1] - times[0]) if n > 1 else None, "all/s": B * n / times[-1]})  # fmt: skip
+                     "written/s": B * (n - 1) / (times[-1] - times[0]) if n > 1 else None,
+                     "all/s": B * n / times[-1]})  # fmt: skip
         model = cache = step = None
     return rows
 
@@ -429,29 +430,36 @@ def plot(runs, out_dir):
 
 
 def mask(window, sink, out_dir):
-    """Two pictures of the contract of attend: masks.png, every phase's queries and keys, and
-    reach.png, what the last position knows of after each layer."""
+    """Two pictures of the contract of attend: masks.png and reach.png."""
     plt = pyplot()
     if plt is None:
         return
     from matplotlib.colors import ListedColormap
 
-    T, colors = 12, ListedColormap(["white", "tab:blue", "tab:orange"])
+    style = dict(cmap=ListedColormap(["white", "tab:blue", "tab:orange"]), vmin=0, vmax=2)
+    os.makedirs(out_dir, exist_ok=True)
+    for name, picture in (("masks", draw_masks), ("reach", draw_reach)):
+        picture(plt, style, window, sink).savefig(os.path.join(out_dir, f"{name}.png"), dpi=120)
+    print(f"drawn to {out_dir}/masks.png and {out_dir}/reach.png")
+
+
+def draw_masks(plt, style, window, sink, T=12):
+    """Every phase's queries (rows) and the keys that they see."""
     phases = {
         "pre-training": (T, T),
         "fine-tuning, RL": (T, 4),
         "prefill": (T, 1),
         "decoding": (1, 1),
     }
-    heights = [n_base + n_out for n_base, n_out in phases.values()]
+    most = max(n_base + n_out for n_base, n_out in phases.values())
     figure, panels = plt.subplots(1, 4, figsize=(11, 5), layout="constrained")
     for axes, (name, (n_base, n_out)) in zip(panels, phases.items()):
         base = M.visible(n_base, T, window, sink).int()
         rows = torch.cat((base, 2 * M.visible(n_out, T).int()))
-        image = torch.zeros(max(heights), T, dtype=torch.int)
+        image = torch.zeros(most, T, dtype=torch.int)
         image[: len(rows)] = rows  # one scale for all four
-        axes.imshow(image, cmap=colors, vmin=0, vmax=2)
-        axes.set_ylim(max(heights) - 0.5, -0.5)
+        axes.imshow(image, **style)
+        axes.set_ylim(most - 0.5, -0.5)
         axes.set_xticks(range(T), [f"k{j + 1}" for j in range(T)], fontsize=6)
         queries = [f"x{T - n_base + i + 1}" for i in range(n_base)]
         queries += [f"x'{T - n_out + i + 1}" for i in range(n_out)]
@@ -459,10 +467,11 @@ def mask(window, sink, out_dir):
         axes.set_title(f"{name}\nT_out = {n_out}", fontsize=9)
     figure.suptitle(f"base tokens (blue): window {window}, sink {sink}; output tokens (orange): all of "
                     f"the cache", fontsize=9)  # fmt: skip
-    os.makedirs(out_dir, exist_ok=True)
-    figure.savefig(os.path.join(out_dir, "masks.png"), dpi=120)
+    return figure
 
-    T, layers = 32, 6
+
+def draw_reach(plt, style, window, sink, T=32, layers=6):
+    """What the last position knows of after each layer."""
     sees, knows = M.visible(T, T, window, sink).float(), torch.eye(T)
     rows = []
     for _ in range(layers):
@@ -471,17 +480,16 @@ def mask(window, sink, out_dir):
     rows.append(torch.full((T,), 2.0))
     figure, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
     frame = (0.5, T + 0.5, layers + 0.5, -0.5)
-    axes.imshow(torch.stack(rows), cmap=colors, vmin=0, vmax=2, aspect="auto", extent=frame)
+    axes.imshow(torch.stack(rows), **style, aspect="auto", extent=frame)
     labels = [f"base, layer {i + 1}" for i in range(layers)] + ["output token, any layer"]
     axes.set_yticks(range(layers + 1), labels, fontsize=8)
     axes.set(
         xlabel="position", title=f"what position {T} can know of (window {window}, sink {sink})"
     )
-    figure.savefig(os.path.join(out_dir, "reach.png"), dpi=120)
-    print(f"drawn to {out_dir}/masks.png and {out_dir}/reach.png")
+    return figure
 
 
-def main():
+def build_parser():
     parser = Parser(__doc__)
     add = parser.add_argument
     add("command", choices=("prefill", "train", "decode", "plot", "mask"))
@@ -508,17 +516,14 @@ def main():
         "products in prefill, and decode by fast.py (default: on a GPU)")  # fmt: skip
     add("--backend", help="attention backend: torch, flash or masked")
     add("--out_dir", default="out/bench")
-    args = parser.parse_args()
-    if args.command == "plot":
-        return plot(args.runs, args.out_dir)
-    if args.command == "mask":
-        shape = GPTConfig(window=4 if args.window is None else args.window, sink=args.sink or 0)
-        return mask(shape.window, shape.sink, args.out_dir)
+    return parser
+
+
+def complete(args, device, dtype):
+    """Fill in what suits the device; ValueError for what cannot be measured, before it starts."""
+    gpu, train = device.type == "cuda", args.command == "train"
     if args.runs:
         raise ValueError(f"{args.command} takes no folders: {' '.join(args.runs)}")
-    device, dtype = pick_device(args.device, args.dtype)
-    gpu = device.type == "cuda"
-    train, decoding = args.command == "train", args.command == "decode"
     if args.kernels and args.command != "prefill":
         raise ValueError("--kernels belongs to prefill")
     args.preset = args.preset or ("laptop" if not gpu else "gpt2" if train else "qwen3-8b")
@@ -527,7 +532,7 @@ def main():
     args.compile = gpu if args.compile is None else args.compile
     args.chunk = (32768 if gpu else 2048) if args.chunk is None else args.chunk
     if args.batch_size is None:
-        args.batch_size = 1 if decoding else 32 if gpu else 4
+        args.batch_size = 1 if args.command == "decode" else 32 if gpu else 4
     default = PRESETS[args.preset]["block_size"] if train else (
         "1024,4096,32768,131072" if gpu else "1024,4096,8192,16384")  # fmt: skip
     try:
@@ -544,16 +549,22 @@ def main():
     args.attention = args.attention.split(";")
     for kind in args.attention:
         check_memory(args, config_of(args, kind), device, dtype)
-    os.makedirs(args.out_dir, exist_ok=True)
-    where = torch.cuda.get_device_name(device) if gpu else f"CPU, {torch.get_num_threads()} threads"
-    backend = choose_backend(args.backend)
-    if gpu and not M.load_flash():
-        print("flash-attn is not installed: pip install -e '.[flash]'", file=sys.stderr)
+
+
+BENCHES = {"prefill": bench_prefill, "kernels": bench_kernels, "train": bench_train,
+           "decode": bench_decode}  # fmt: skip
+
+
+def measure(args, device, dtype):
+    """Run one benchmark; print its table, write it to a JSON file, and draw it."""
+    where = f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+        if not M.load_flash():
+            print("flash-attn is not installed: pip install -e '.[flash]'", file=sys.stderr)
     name = "kernels" if args.kernels else args.command
-    limits = Limits(device, dtype)
-    bench = {"prefill": bench_prefill, "kernels": bench_kernels, "train": bench_train,
-             "decode": bench_decode}[name]  # fmt: skip
-    rows = bench(args, device, dtype, limits)
+    backend, limits = choose_backend(args.backend), Limits(device, dtype)
+    rows = BENCHES[name](args, device, dtype, limits)
     if name != "kernels":
         full = {row["T"]: row["ms"] for row in rows if row["kind"] == "full"}
         rows = [row | {"x full": full[row["T"]] / row["ms"] if full else None} for row in rows]
@@ -562,8 +573,9 @@ def main():
              f"{limits.bytes / 1e9:.0f} GB/s")  # fmt: skip
     print(title)
     show(rows)
-    answers = bench_answers(args, device, dtype) if decoding and args.max_new_tokens else []
-    if answers:
+    answers = []
+    if name == "decode" and args.max_new_tokens:
+        answers = bench_answers(args, device, dtype)
         print("end to end")
         show(answers)
     packages = [p.metadata["Name"].replace("_", "-") + " " + p.version for p in distributions()]
@@ -576,6 +588,19 @@ def main():
         json.dump(record, file, indent=1)
     print(f"written to {path}.json")
     draw(rows, title, f"{path}.png")
+
+
+def main():
+    args = build_parser().parse_args()
+    if args.command == "plot":
+        return plot(args.runs, args.out_dir)
+    if args.command == "mask":
+        shape = GPTConfig(window=4 if args.window is None else args.window, sink=args.sink or 0)
+        return mask(shape.window, shape.sink, args.out_dir)
+    device, dtype = pick_device(args.device, args.dtype)
+    complete(args, device, dtype)
+    os.makedirs(args.out_dir, exist_ok=True)
+    measure(args, device, dtype)
 
 
 if __name__ == "__main__":

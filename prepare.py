@@ -940,7 +940,7 @@ def info(name, show=3):
         print(f"\n--- a validation document\n{text.decode('utf-8', 'replace')}")
 
 
-def main():
+def build_parser():
     parser = Parser(__doc__)
     add = parser.add_argument
     add("source", nargs="+", help="stdlib, openwebtext, fineweb-edu, fineweb10B, hf REPO, info NAME, "
@@ -958,28 +958,23 @@ def main():
     add("--window", type=int, help="weights: keys a base token sees (default 512)", default=512)
     add("--sink", type=int, help="weights: first keys that stay visible (default 1)", default=1)
     add("--skip_bad", action="store_true", help="leave out and count what cannot be read")
-    args = parser.parse_intermixed_args()
+    return parser
+
+
+def main():
+    args = build_parser().parse_intermixed_args()
     command, *rest = args.source
     for flag in ("num_shards", "max_tokens"):
         if getattr(args, flag) is not None and getattr(args, flag) < 1:
             raise ValueError(f"--{flag} must be at least 1, not {getattr(args, flag)}")
     if args.val_fraction is not None and not 0 < args.val_fraction < 1:
         raise ValueError(f"--val_fraction must be between 0 and 1, not {args.val_fraction}")
+    if command in ("weights", "export"):
+        return move_weights(args, command, rest)
     single = command in (*CORPORA, "stdlib", "fineweb10B")
     if (single and rest) or (command in ("hf", "info") and len(rest) != 1):
         takes = "one name" if command in ("hf", "info") else "nothing"
         raise ValueError(f"{command} takes {takes} after it, not {' '.join(rest) or 'nothing'}")
-    if command in ("weights", "export"):
-        import weights  # needs torch
-
-        if len(rest) != (2 if command == "export" else 1):
-            raise ValueError("it is: weights MODEL --out_dir=DIR, or: export DIR FOLDER")
-        if command == "export":
-            return weights.export_weights(*rest)
-        if not args.out_dir:
-            raise ValueError("weights needs --out_dir, where the checkpoint goes")
-        changes = {"window": args.window, "sink": args.sink}
-        return weights.import_weights(rest[0], args.out_dir, **changes)
     if command == "info":
         return info(rest[0])
     hub = command in (*CORPORA, "hf", "fineweb10B")
@@ -988,22 +983,40 @@ def main():
         raise ValueError(f"--name must be a plain folder name, as in --name=mine, not {name!r}")
     if command == "fineweb10B":
         return download_fineweb10B(name, args.num_shards)
-    if command == "stdlib":
-        files, source = stdlib_files(), STDLIB
-    elif hub:
-        repo, pattern = CORPORA.get(command) or (rest[0], args.files)
-        files, source = hub_files(repo, pattern, args.num_shards), f"{repo} {pattern}"
-        size = sum(n for _, n, _ in files) / 1e9
-        print(
-            f"{len(files)} files of {repo} come into the hub's cache one by one, {size:,.1f} GB in all"
-        )
-    else:
-        files, source = local_files(args.source, args.glob), " ".join(args.source)
+    files, source = find_text(args, command, rest)
     tokenizer = load_tokenizer(args.tokenizer or ("gpt2" if hub else "bytes"))
     val_fraction = args.val_fraction or (HUB_VAL_FRACTION if hub else 0.05)
     prepare(
         name, files, tokenizer, source, val_fraction, args.field, args.skip_bad, args.max_tokens
     )
+
+
+def move_weights(args, command, rest):
+    """A Hugging Face model in, or one of ours out."""
+    import weights  # needs torch
+
+    if len(rest) != (2 if command == "export" else 1):
+        raise ValueError("it is: weights MODEL --out_dir=DIR, or: export DIR FOLDER")
+    if command == "export":
+        return weights.export_weights(*rest)
+    if not args.out_dir:
+        raise ValueError("weights needs --out_dir, where the checkpoint goes")
+    weights.import_weights(rest[0], args.out_dir, window=args.window, sink=args.sink)
+
+
+def find_text(args, command, rest):
+    """(files as prepare() takes them, what to call them) of the command line's sources."""
+    if command == "stdlib":
+        return stdlib_files(), STDLIB
+    if command != "hf" and command not in CORPORA:
+        return local_files(args.source, args.glob), " ".join(args.source)
+    repo, pattern = CORPORA.get(command) or (rest[0], args.files)
+    files = hub_files(repo, pattern, args.num_shards)
+    size = sum(n for _, n, _ in files) / 1e9
+    print(
+        f"{len(files)} files of {repo} come into the hub's cache one by one, {size:,.1f} GB in all"
+    )
+    return files, f"{repo} {pattern}"
 
 
 STDLIB = f"Python {sys.version.split()[0]} standard library"

@@ -207,7 +207,7 @@ def optimise(model, tokenizer, prompts, reward, args, device):
         yield {"step": step, "reward": torch.cat(rewards).mean().item(), "kl": penalty}
 
 
-def main():
+def parse_args():
     parser = Parser(__doc__)
     add = parser.add_argument
     add(
@@ -237,6 +237,11 @@ def main():
         raise ValueError("--group_size must be at least 2: an advantage compares rollouts")
     if not args.temperature > 0:
         raise ValueError("--temperature must be above 0: greedy rollouts are all alike")
+    return args
+
+
+def main():
+    args = parse_args()
     reward = load_reward(args.reward)
     prompts = load_prompts(args.dataset) if args.dataset else ADDITION_PROMPTS
     if args.reward != "addition" and not args.dataset:
@@ -253,10 +258,18 @@ def main():
         tokenizer, model = tokenizer_of(checkpoint, args.init_from), model.float()
     if args.warmup_iters:
         warm_up(model, tokenizer, args, device)
-    steps = optimise(model, tokenizer, prompts, reward, args, device)
-    bar = tqdm(steps, total=args.max_iters, desc="steps", disable=None)
+    write_log(optimise(model, tokenizer, prompts, reward, args, device), args)
+    save_checkpoint(args.out_dir, {
+        "model": model.state_dict(), "config": vars(model.config), "step": args.max_iters,
+        "best_val_loss": math.inf, "args": {},
+        "tokenizer": carry_tokenizer(tokenizer.name, args.out_dir),
+    })  # fmt: skip
+
+
+def write_log(records, args):
+    """Each step's record to out_dir/log.jsonl; every tenth time their means to the screen."""
+    bar, recent = tqdm(records, total=args.max_iters, desc="steps", disable=None), []
     with open(os.path.join(args.out_dir, "log.jsonl"), "w", encoding="utf-8") as log:
-        recent = []
         for record in bar:
             log.write(json.dumps(record) + "\n")
             log.flush()
@@ -265,11 +278,6 @@ def main():
                 mean = sum(recent) / len(recent)
                 bar.write(f"step {record['step']:>5}  reward {mean:.3f}  kl {record['kl']:.4f}")
                 recent.clear()
-    save_checkpoint(args.out_dir, {
-        "model": model.state_dict(), "config": vars(model.config), "step": args.max_iters,
-        "best_val_loss": math.inf, "args": {},
-        "tokenizer": carry_tokenizer(tokenizer.name, args.out_dir),
-    })  # fmt: skip
 
 
 if __name__ == "__main__":

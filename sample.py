@@ -249,59 +249,10 @@ def write_stream(tokenizer, steps, out=None, stop=()):
     return ids
 
 
-def main():
-    parser = Parser(__doc__)
-    add = parser.add_argument
-    add("--out_dir", default="out", help="folder of the checkpoint (default out)")
-    add("--prompt", default="", help="text to continue; empty starts from end-of-text")
-    add("--num_samples", type=int, default=1)
-    add("--max_new_tokens", type=int, default=200)
-    add("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
-    add("--top_k", type=int, help="draw from the k likeliest tokens only")
-    add("--top_p", type=float, help="draw from the fewest tokens that together reach p")
-    add(
-        "--stop",
-        action="append",
-        default=[],
-        help="text of one token that ends a sample; repeatable",
-    )
-    add("--seed", type=int, default=1337)
-    add("--attention", help="run the same weights as orthros, full, swa or a pattern")
-    add("--window", type=int, help="keys a base token sees")
-    add("--sink", type=int, help="first keys that stay visible to base tokens")
-    add("--device", help="cpu, cuda, mps (default: the best there is)")
-    add("--dtype", help="float32, bfloat16, float16 (default: what suits the device)")
-    add("--backend", help="attention backend: torch, flash or masked")
-    add("--compile", type=parse_bool, help="decode with fast.py's kernels (default: on a GPU)")
-    add("--chat", action="store_true", help="talk; the input's end or Ctrl-C ends it")
-    add("--system", help="what the model is told before a chat")
-    add("--max_context", type=int, help="tokens of a chat (default the model's block_size)")
-    add("--stats", action="store_true", help="print times, rates and the size of the cache")
-    args = parser.parse_args()
-    device, dtype = pick_device(args.device, args.dtype)
-    names = ("attention", "window", "sink")
-    overrides = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
-    model, checkpoint = load_checkpoint(args.out_dir, device, **overrides)
-    tokenizer = tokenizer_of(checkpoint, args.out_dir)
-    model.to(dtype).eval()
-    print(f"attention backend: {choose_backend(args.backend)} on {device}", file=sys.stderr)
-    if args.max_context is not None and args.max_context < 1:
-        raise ValueError(f"max_context must be at least 1, not {args.max_context}")
-    if args.chat:
-        return chat(args, model, tokenizer, device, dtype)
-    if args.num_samples < 1:
-        raise ValueError(f"num_samples must be at least 1, not {args.num_samples}")
-    stop = [tokenizer.eot]
-    for text in args.stop:
-        ids = tokenizer.encode(text.encode().decode("unicode_escape"))
-        if len(ids) != 1:
-            raise ValueError(
-                f"--stop must be one token of {tokenizer.name}, but {text!r} is {len(ids)}"
-            )
-        stop.append(int(ids[0]))
+def write_samples(args, model, tokenizer, device, dtype):
+    """Prompt and continuation, num_samples times over one cache, with times if they are asked for."""
+    stop = [tokenizer.eot, *(stop_id(text, tokenizer) for text in args.stop)]
     prompt = [int(i) for i in tokenizer.encode(args.prompt)] or [tokenizer.eot]
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(encoding="utf-8")
     generator = torch.Generator(device).manual_seed(args.seed)
     idx = torch.tensor([prompt], device=device)
     cache = KVCache(model.config, 1, len(prompt) + args.max_new_tokens, device, dtype)
@@ -330,6 +281,64 @@ def main():
                 f"{n} tokens at {rate:.1f} tokens/s; cache {cache.nbytes:,} bytes",
                 file=sys.stderr,
             )
+
+
+def stop_id(text, tokenizer):
+    ids = tokenizer.encode(text.encode().decode("unicode_escape"))
+    if len(ids) != 1:
+        raise ValueError(
+            f"--stop must be one token of {tokenizer.name}, but {text!r} is {len(ids)}"
+        )
+    return int(ids[0])
+
+
+def build_parser():
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--out_dir", default="out", help="folder of the checkpoint (default out)")
+    add("--prompt", default="", help="text to continue; empty starts from end-of-text")
+    add("--num_samples", type=int, default=1)
+    add("--max_new_tokens", type=int, default=200)
+    add("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
+    add("--top_k", type=int, help="draw from the k likeliest tokens only")
+    add("--top_p", type=float, help="draw from the fewest tokens that together reach p")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        help="text of one token that ends a sample; repeatable",
+    )
+    add("--seed", type=int, default=1337)
+    add("--attention", help="run the same weights as orthros, full, swa or a pattern")
+    add("--window", type=int, help="keys a base token sees")
+    add("--sink", type=int, help="first keys that stay visible to base tokens")
+    add("--device", help="cpu, cuda, mps (default: the best there is)")
+    add("--dtype", help="float32, bfloat16, float16 (default: what suits the device)")
+    add("--backend", help="attention backend: torch, flash or masked")
+    add("--compile", type=parse_bool, help="decode with fast.py's kernels (default: on a GPU)")
+    add("--chat", action="store_true", help="talk; the input's end or Ctrl-C ends it")
+    add("--system", help="what the model is told before a chat")
+    add("--max_context", type=int, help="tokens of a chat (default the model's block_size)")
+    add("--stats", action="store_true", help="print times, rates and the size of the cache")
+    return parser
+
+
+def main():
+    args = build_parser().parse_args()
+    for name in ("num_samples", "max_context"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
+    device, dtype = pick_device(args.device, args.dtype)
+    names = ("attention", "window", "sink")
+    overrides = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
+    model, checkpoint = load_checkpoint(args.out_dir, device, **overrides)
+    tokenizer = tokenizer_of(checkpoint, args.out_dir)
+    model.to(dtype).eval()
+    print(f"attention backend: {choose_backend(args.backend)} on {device}", file=sys.stderr)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(encoding="utf-8")
+    (chat if args.chat else write_samples)(args, model, tokenizer, device, dtype)
 
 
 if __name__ == "__main__":

@@ -841,14 +841,16 @@ class Log:
         self.start_clock()
         record = {"step": run.step, "loss": loss, "lr": lr, "grad_norm": norm.item(),
                   "tokens_per_s": speed, "mfu": mfu, "memory_mib": memory}  # fmt: skip
-        if self.rank == 0:
-            use = "unknown" if mfu is None else f"{mfu:.0%}"
-            print(
-                f"step {run.step:>6}/{args.max_iters}  loss {loss:.4f}  lr {lr:.1e}  "
-                f"{record['tokens_per_s']:,.0f} tokens/s  MFU {use}  {left / 60:.1f} min left",
-                flush=True,
-            )
+        use = "unknown" if mfu is None else f"{mfu:.0%}"
+        self.say(
+            f"loss {loss:.4f}  lr {lr:.1e}  {record['tokens_per_s']:,.0f} tokens/s  MFU {use}  "
+            f"{left / 60:.1f} min left"
+        )
         return record
+
+    def say(self, text):
+        if self.rank == 0:
+            print(f"step {self.run.step:>6}/{self.run.args.max_iters}  {text}", flush=True)
 
     def write(self, record):
         if self.rank == 0 and record:
@@ -859,7 +861,6 @@ class Log:
 def train(run, log):
     """The loop: step, log, validate and save, until max_iters or a SIGTERM."""
     args, asked_to_stop = run.args, []
-    rank, ranks = world()
     in_main = threading.current_thread() is threading.main_thread()
     if in_main:
         before = signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.append(1))
@@ -870,45 +871,20 @@ def train(run, log):
             run.save()
             run.load()
             log.start_clock()
-            if rank == 0:
-                print(
-                    f"step {run.step:>6}/{args.max_iters}  attention is {args.attention} from here"
-                )
-        batches = next(coming)
-        try:
-            loss, norm = run.train_step(batches)
-        except RuntimeError as error:
-            if not run.compiled or run.step > first or isinstance(error, torch.OutOfMemoryError):
-                raise
-            # no Triton, no C++ compiler, or a fault of the compiler's: the eager step may well run
-            why = str(error).strip().splitlines()[0]
-            raise ValueError(
-                f"the first compiled step failed ({why}); try --compile=False"
-            ) from error
+            log.say(f"attention is {args.attention} from here")
+        loss, norm = careful_step(run, next(coming), is_first=run.step == first)
         step, record = run.step, {}
         last = step == args.max_iters
         if step % args.log_interval == 0 or step == first + 1 or last:
             record = log.training(loss, norm)
             run.check_finite()
         stop = bool(asked_to_stop)
-        if ranks > 1:  # all processes must agree, so they ask each other now and then
+        if world()[1] > 1:  # all processes must agree, so they ask each other now and then
             stop = step % args.log_interval == 0 and bool(
                 all_reduced(torch.tensor(float(stop), device=run.device))
             )
         if step % args.eval_interval == 0 or last:
-            val_loss = evaluate(
-                run.model, run.data, args.batch_size, args.eval_windows, run.device,
-                shared=ranks > 1 and not args.fsdp,  # a sharded forward needs all of them
-            )  # fmt: skip
-            run.check_finite()
-            if not math.isfinite(val_loss):
-                raise ValueError(
-                    f"the validation loss is {val_loss} at step {step}; the checkpoint before it is kept"
-                )
-            run.best_val_loss = min(run.best_val_loss, val_loss)
-            record |= {"step": step, "val_loss": val_loss}
-            if rank == 0:
-                print(f"step {step:>6}/{args.max_iters}  val loss {val_loss:.4f}", flush=True)
+            record |= {"step": step, "val_loss": validate(run, log)}
             run.save()
             log.start_clock()
         elif stop:
@@ -918,6 +894,35 @@ def train(run, log):
             raise KeyboardInterrupt
     if in_main:
         signal.signal(signal.SIGTERM, before)
+
+
+def careful_step(run, batches, is_first):
+    """A step of the optimizer; if it is the first and the compiler fails, an error that says so."""
+    try:
+        return run.train_step(batches)
+    except RuntimeError as error:
+        if not (run.compiled and is_first) or isinstance(error, torch.OutOfMemoryError):
+            raise
+        # no Triton, no C++ compiler, or a fault of the compiler's: the eager step may well run
+        why = str(error).strip().splitlines()[0]
+        raise ValueError(f"the first compiled step failed ({why}); try --compile=False") from error
+
+
+def validate(run, log):
+    """The validation loss, which must be finite."""
+    args = run.args
+    val_loss = evaluate(
+        run.model, run.data, args.batch_size, args.eval_windows, run.device,
+        shared=world()[1] > 1 and not args.fsdp,  # a sharded forward needs all of them
+    )  # fmt: skip
+    run.check_finite()
+    if not math.isfinite(val_loss):
+        raise ValueError(
+            f"the validation loss is {val_loss} at step {run.step}; the checkpoint before it is kept"
+        )
+    run.best_val_loss = min(run.best_val_loss, val_loss)
+    log.say(f"val loss {val_loss:.4f}")
+    return val_loss
 
 
 def main(argv=None):
