@@ -437,7 +437,7 @@ COMMANDS = {
 }
 
 
-def main():
+def build_parser():
     parser = Parser(__doc__)
     add = parser.add_argument
     add("command", choices=COMMANDS)
@@ -466,6 +466,11 @@ def main():
     add("--device", help="cpu, cuda, mps (default: the best there is)")
     add("--dtype", help="float32, bfloat16, float16 (default: what suits the device)")
     add("--backend", help="attention backend: torch, flash or masked")
+    return parser
+
+
+def main():
+    parser = build_parser()
     args, args.rest = parser.parse_known_intermixed_args()
     trains = args.command in ("recall", "compare")
     if args.batch_size is None and not trains:

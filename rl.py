@@ -207,7 +207,7 @@ def optimise(model, tokenizer, prompts, reward, args, device):
         yield {"step": step, "reward": torch.cat(rewards).mean().item(), "kl": penalty}
 
 
-def parse_args():
+def build_parser():
     parser = Parser(__doc__)
     add = parser.add_argument
     add(
@@ -229,7 +229,11 @@ def parse_args():
     add("--seed", type=int, default=1337)
     add("--device", help="cpu, cuda, mps (default: the best there is)")
     add("--backend", help="attention backend: torch, flash or masked")
-    args = parser.parse_args()
+    return parser
+
+
+def main():
+    args = build_parser().parse_args()
     for name in ("max_iters", "batch_size", "max_new_tokens", "updates"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, not {getattr(args, name)}")
@@ -237,11 +241,6 @@ def parse_args():
         raise ValueError("--group_size must be at least 2: an advantage compares rollouts")
     if not args.temperature > 0:
         raise ValueError("--temperature must be above 0: greedy rollouts are all alike")
-    return args
-
-
-def main():
-    args = parse_args()
     reward = load_reward(args.reward)
     prompts = load_prompts(args.dataset) if args.dataset else ADDITION_PROMPTS
     if args.reward != "addition" and not args.dataset:

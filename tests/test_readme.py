@@ -1,0 +1,206 @@
+"""README.md: its numbers stand in the JSON files of assets/, and its commands run."""
+
+import gzip
+import json
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from test_cli import ROOT, call, workdir  # noqa: F401 (a fixture)
+from test_data import gpt2, gpt2_folder, tokenizer_json  # noqa: F401 (fixtures)
+
+import bench
+import evaluate
+import prepare
+import rl
+import sample
+import train
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def asset(name):
+    return json.loads((ROOT / "assets" / f"{name}.json").read_text())
+
+
+def by_length(name):
+    """{T: {kind: row}} of a benchmark."""
+    table = {}
+    for row in asset(name)["rows"]:
+        table.setdefault(row["T"], {})[row["kind"]] = row
+    return table
+
+
+def ms(rows, *kinds):
+    return [rows[kind]["ms"] for kind in kinds]
+
+
+def prefill_lines():
+    for T, rows in by_length("prefill-cpu").items():
+        full, swa, orthros = ms(rows, "full", "swa", "orthros")
+        yield f"| {T:,} | {full:,.1f} | {swa:,.1f} | {orthros:,.1f} | {full / orthros:.2f} |"
+    for name, n_layer in (("", 36), ("-512k", 36), ("-1m", 8)):
+        for T, rows in by_length("prefill-h200" + name).items():
+            full, orthros = ms(rows, "full", "orthros")
+            limits = [rows[kind]["limit ms"] for kind in ("full", "orthros")]
+            yield (f"| {T:,} | {n_layer} | {full:,.0f} | {orthros:,.0f} | {full / orthros:.2f} | "
+                   f"{limits[0] / limits[1]:.2f} | {orthros / limits[1]:.2f} |")  # fmt: skip
+
+
+def kernel_lines():
+    calls = {}
+    for row in asset("kernels-h200")["rows"]:
+        if row["T"] == 131072:
+            calls.setdefault(row["call"], {})[row["backend"]] = row
+    for call_, rows in calls.items():
+        times = [rows[b]["ms"] for b in ("torch", "flash-attn 2", "flash-attn 4")]
+        cells = [f"{x:.2f}" for x in (*times, rows["torch"]["limit ms"])]
+        yield f"| {call_} | {' | '.join(cells)} |"
+
+
+def training_lines():
+    for name in ("train-h200", "train-sink-h200"):
+        for row in asset(name)["rows"]:
+            yield f"| {row['ms']:.1f} | {row['tokens/s']:,.0f} | {row['limit ms']:.1f} |"
+    for name in ("sft-h200-32k", "sft-h200-8k"):
+        short, whole = (row["ms"] for row in asset(name)["rows"])
+        yield from (f"{short:.1f}", f"{whole:.1f}", f"{whole / short:.1f}\ntimes")
+
+
+def decode_lines():
+    for T, rows in by_length("decode-h200").items():
+        single, pair = ms(rows, "full", "orthros")
+        limit = rows["full"]["limit ms"]
+        yield (f"| {T:,} | {single:.2f} | {pair:.2f} | {pair / single:.2f} | {limit:.2f} | "
+               f"{limit / single:.0%} |")  # fmt: skip
+    first = [row["first s"] for row in asset("decode-h200")["answers"]]
+    yield from (f"{first[0]:.2f} s", f"{first[1]:.2f} s", f"{first[0] / first[1]:.1f} times")
+
+
+def quality_lines():
+    for row in asset("recall-cpu")["rows"]:
+        name = row["variant"].replace(" --scale_offset=False", ", no scale and offset")
+        yield f"| {name} | {' | '.join(f'{share:.3f}' for share in row['right'])} |"
+    for row in asset("recipe-h200")["rows"]:
+        yield (f"| {row['variant']} | {row['mean']:.3f} | {row['spread']:.3f} | "
+               f"{row['FLOPs over full']:.2f} |")  # fmt: skip
+    convert = asset("convert-h200")
+    for row in convert["untrained"]:
+        yield f"{row['code']['nats']:.3f}, {row['prose']['nats']:.3f}"
+    for row in convert["trained"]:
+        found = [f"{sum(shares) / len(shares):.2f}" for shares in row["needle"].values()]
+        yield (f"| {row['code']['nats']:.3f} | {row['prose']['nats']:.3f} | {' / '.join(found)} |")
+    yield from (f"| {loss:.3f} |" for loss in convert["validation loss at T = 4096"].values())
+    for name, rows in (("cpu", slice(0, 2)), ("h200", slice(2, 4))):
+        digits = 1 if name == "cpu" else 2
+        for row in asset(f"harness-{name}")["rows"][rows]:
+            yield f"{row['seconds']:.{digits}f} s"
+
+
+@pytest.mark.parametrize(
+    "lines", [prefill_lines, kernel_lines, training_lines, decode_lines, quality_lines]
+)
+def test_what_the_readme_says_was_measured_is_in_the_assets(lines):
+    text = " ".join(README.split())
+    for line in lines():
+        assert " ".join(line.split()) in text, f"{line} is not in README.md"
+
+
+# ------------------------------------------------------------------------------------------------
+# Commands
+
+MODULES = {"train": train, "sample": sample, "prepare": prepare, "bench": bench, "rl": rl,
+           "evaluate": evaluate}  # fmt: skip
+
+
+def commands(text):
+    """(module's name, arguments) of every command of ours in a text."""
+    for words in re.findall(r"^(?:pip .* && )?((?:python|torchrun) .*?)(?: #.*)?$", text, re.M):
+        program, *argv = shlex.split(words)
+        while not argv[0].endswith(".py"):
+            program += " " + argv.pop(0)
+        yield program, argv[0][:-3], argv[1:]
+
+
+BLOCKS = "\n".join(re.findall(r"^```\n(.*?)^```", README, re.M | re.S))
+INLINE = "\n".join(" ".join(x.split()) for x in re.findall(r"`(python (?!.*--help)[^`]*)`", README))
+COMMANDS = list(commands(BLOCKS + INLINE))
+
+
+def test_every_flag_in_the_readme_exists():
+    assert len(COMMANDS) > 30
+    for _, name, argv in COMMANDS:
+        argv = [x for x in argv if x != "[--attention=...]"]
+        parser = MODULES[name].build_parser()
+        args, rest = parser.parse_known_intermixed_args(argv)
+        if name == "evaluate" and args.command in ("recall", "compare"):
+            rest = train.build_parser().parse_known_args(rest)[1]
+        assert not rest, f"{name}.py has no {rest}"
+
+
+NEEDS_HUB = ("openwebtext --num_shards", "fineweb10B", "hf REPO", "harness")  # run in other tests
+TINY = "--n_layer=2 --n_head=2 --n_embd=32 --block_size=64 --window=8 --vocab_size=300"
+SHORT = "--max_iters=2 --eval_windows=2 --gradient_accumulation_steps=2 --batch_size=1 --device=cpu"
+SMALLER = {
+    "train": f"{TINY} {SHORT}", "sample": "--max_new_tokens=3 --device=cpu", "bench": "",
+    "prepare": "", "rl": "--max_iters=1 --warmup_iters=1 --device=cpu",
+    "loss": "--T=64 --max_windows=1", "needle": "--lengths=128 --trials=1",
+    "recall": "--max_iters=2 --eval_windows=2", "compare": f"{TINY} {SHORT} --seeds=1",
+}  # fmt: skip
+NAMES = {"FOLDER_OR_HUB_NAME": "hf", "FOLDER": "notes", "NEW_FOLDER": "back", "TEXT.txt": "notes.txt", "FILES": "notes.txt", "DIR": "out",
+         "CHATS.jsonl": "chats.jsonl", "PROMPTS.jsonl": "prompts.jsonl",
+         "FILE.py:function": "reward.py:reward"}  # fmt: skip
+
+
+def files_of_a_user():
+    transformers = pytest.importorskip("transformers")
+    shape = dict(vocab_size=70400, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                 num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).save_pretrained("hf")
+    pathlib.Path("tokenizer.json").rename("hf/tokenizer.json")
+    text = "".join(f"Line {i} of a text that says little.\n" for i in range(400))
+    chats = "".join(json.dumps({"prompt": f"{i}?", "response": f"{i}!"}) + "\n" for i in range(30))
+    files = {"notes.txt": text, "notes/a.md": text, "notes/b.md": text * 2, "chats.jsonl": chats,
+             "prompts.jsonl": chats, "reward.py": "reward = lambda prompt, response: 1.0"}  # fmt: skip
+    for name, content in files.items():
+        pathlib.Path(name).parent.mkdir(exist_ok=True)
+        pathlib.Path(name).write_text(content)
+    with gzip.open("notes.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"text": text}) + "\n")
+    for name in ("stdlib", "openwebtext", "fineweb-edu"):
+        call(prepare.main, "notes.txt", f"--name={name}")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_run_one_after_the_other(monkeypatch, tokenizer_json, gpt2):  # noqa: F811
+    files_of_a_user()
+    monkeypatch.setattr(evaluate, "EPISODES", 8)
+    ran = 0
+    for program, name, argv in commands(BLOCKS):
+        line = " ".join(argv)
+        if any(words in line for words in NEEDS_HUB):
+            continue
+        for word, own in NAMES.items():
+            argv = [re.sub(rf"\b{word}\b", own, x) for x in argv]
+        smaller = SMALLER[argv[0] if name == "evaluate" else name].split()
+        from_weights = (
+            "--init_from=" in line or "info" in argv or "weights" in argv or "export" in argv
+        )
+        if from_weights:  # the model's shape is given
+            smaller = [x for x in smaller if x not in TINY.split() and "tokenizer" not in x]
+            smaller += ["--block_size=64"] if name == "train" and "resume" not in line else []
+        answers = iter(["hello"])
+        monkeypatch.setattr(
+            "builtins.input", lambda _: next(answers, None) or exec("raise EOFError")
+        )
+        print(program, name, argv, smaller)
+        if program.startswith("torchrun"):
+            flags = ["-m", "torch.distributed.run", "--nproc_per_node=2", str(ROOT / "train.py")]
+            subprocess.run([sys.executable, *flags, *argv, *smaller], check=True, timeout=120)
+        else:
+            call(MODULES[name].main, *argv, *smaller)
+        ran += 1
+    assert ran > 20
