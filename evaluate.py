@@ -428,13 +428,17 @@ def numbers(text):
     return [int(x) for x in text.split(",")]
 
 
-COMMANDS = {
-    "loss": (evaluate_loss, None),
-    "recall": (evaluate_recall, draw_recall),
-    "needle": (evaluate_needle, draw_needle),
-    "compare": (evaluate_compare, draw_compare),
-    "harness": (evaluate_harness, None),
-}
+OF_MODEL = "out_dir tokenizer attention window sink"
+COMMANDS = {  # what it runs, what draws it, the flags that mean something to it
+    "loss": (evaluate_loss, None, f"{OF_MODEL} T max_windows batch_size glob"),
+    "recall": (evaluate_recall, draw_recall, "variants seeds window sink batch_size"),
+    "needle": (evaluate_needle, draw_needle, f"{OF_MODEL} lengths trials glob"),
+    "compare": (evaluate_compare, draw_compare, "variants seeds window sink batch_size"),
+    "harness": (evaluate_harness, None,
+                f"{OF_MODEL} tasks limit num_fewshot include_path batch_size"),
+}  # fmt: skip
+TO_ALL = ("command", "files", "json", "device", "dtype", "backend")
+TO_TRAIN = ("window", "sink", "batch_size", "device", "dtype", "backend")
 
 
 def build_parser():
@@ -469,30 +473,41 @@ def build_parser():
     return parser
 
 
-def main():
+def parse_args():
+    """Flags, with those of train.py in .rest; a ValueError for what cannot be meant."""
     parser = build_parser()
-    args, args.rest = parser.parse_known_intermixed_args()
+    args, rest = parser.parse_known_intermixed_args()
     trains = args.command in ("recall", "compare")
-    if args.batch_size is None and not trains:
-        args.batch_size = 8 if args.command == "harness" else 1
-    if min(args.T, args.max_windows, args.batch_size or 1, args.trials) < 1:
-        raise ValueError("--T, --max_windows, --batch_size and --trials must be at least 1")
-    if args.rest and not trains:
-        parser.error(f"unrecognized arguments: {' '.join(args.rest)}")
+    if rest and not trains:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
+    for name in given:
+        if name not in TO_ALL and name not in COMMANDS[args.command][2].split():
+            raise ValueError(f"--{name} means nothing to {args.command}")
     reads = args.command in ("loss", "needle")
     if reads != bool(args.files):
         raise ValueError(f"{args.command} takes {'files of text' if reads else 'no files'}")
-    given = [n for n, value in vars(args).items() if value != parser.get_default(n)]
-    for name in given if trains else ():
-        if name in ("window", "sink", "batch_size", "device", "dtype", "backend"):
-            args.rest.append(f"--{name}={getattr(args, name)}")
-        elif name not in ("command", "files", "rest", "variants", "seeds", "json"):
-            raise ValueError(f"--{name} means nothing to {args.command}")
+    if args.batch_size is None and not trains:
+        args.batch_size = 8 if args.command == "harness" else 1
+    for name in ("T", "max_windows", "batch_size", "trials"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, not {getattr(args, name)}")
+    if args.num_fewshot is not None and args.num_fewshot < 0:
+        raise ValueError(f"--num_fewshot must be 0 or more, not {args.num_fewshot}")
+    limit = args.limit
+    if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit == int(limit))):
+        raise ValueError(f"--limit must be a whole number, or a share below 1, not {limit}")
+    args.rest = [f"--{n}={getattr(args, n)}" for n in TO_TRAIN if trains and n in given] + rest
+    return args
+
+
+def main():
+    args = parse_args()
     if args.json:
         open(args.json, "a").close()  # better now than after an hour
     device, dtype = pick_device(args.device, args.dtype)
     choose_backend(args.backend)
-    run, draw = COMMANDS[args.command]
+    run, draw, _ = COMMANDS[args.command]
     keep(args, run(args, device, dtype), draw)
 
 

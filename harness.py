@@ -6,16 +6,23 @@ or written: T_out is the continuation.
 
 import difflib
 import itertools
+import json
 import os
 import sys
 import time
 
 import torch
 import torch.nn.functional as F
+from jinja2 import TemplateError
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+from lm_eval.utils import (
+    get_rolling_token_windows,
+    handle_non_serializable,
+    make_disjoint_window,
+    make_table,
+)
 from tqdm import tqdm
 
 from model import KVCache
@@ -37,18 +44,20 @@ class Harness(TemplateLM):
         super().__init__()
         self.model, self.tokens, self.batch_size = model, tokenizer, batch_size
         self.max_length, self.seconds = model.config.block_size, 0.0  # spent in the model
+        self.last = next(iter(tokenizer.stop - {tokenizer.eot}), tokenizer.eot)  # of a model's text
         own = getattr(tokenizer, "tokenizer", None)  # of a tokenizer.json: what it puts first
         self.bos = own.encode("").ids[:1] if own else []
         self._device = model.wte.weight.device
 
     @property
     def eot_token_id(self):
-        return self.tokens.eot
+        return self.last
 
     @property
     def prefix_token_id(self):
-        """What an empty context is: the tokenizer's first token, else end of text."""
-        return (self.bos or [self.eot_token_id])[0]
+        """What an empty context is: the token that begins a text, else one that ends it."""
+        begin = self.bos[0] if self.bos else self.tokens.bos
+        return self.last if begin is None else begin
 
     @property
     def tokenizer_name(self):
@@ -166,14 +175,15 @@ class Harness(TemplateLM):
         idx = torch.tensor(rows, device=self.device)
         cache = KVCache.of(self.model, len(rows), idx.size(1) + n)
         written, texts = [[] for _ in rows], [""] * len(rows)
-        steps = generate(self.model, idx, n, temperature, stop=(self.eot_token_id,), cache=cache,
+        end = self.tokens.stop
+        steps = generate(self.model, idx, n, temperature, stop=tuple(end), cache=cache,
                          vocab_size=self.tokens.vocab_size)  # fmt: skip
         for ids, _ in steps:
             for row, new in zip(written, ids.tolist()):
-                row += [] if row and row[-1] == self.eot_token_id else [new]
-            texts = [self.tokens.decode_bytes([i for i in row if i != self.eot_token_id])
+                row += [] if row and row[-1] in end else [new]
+            texts = [self.tokens.decode_bytes([i for i in row if i not in end])
                      .decode("utf-8", "replace") for row in written]  # fmt: skip
-            ended = [row[-1] == self.eot_token_id or any(stop in text for stop in until if stop)
+            ended = [row[-1] in end or any(stop in text for stop in until if stop)
                      for row, text in zip(written, texts)]  # fmt: skip
             if all(ended):
                 break
@@ -188,7 +198,11 @@ def batched(items, n):
 
 def evaluate(model, tokenizer, args):
     """The harness's results for the tasks that args name; ValueError where its data is missing."""
-    names = (PAPER if args.tasks == "paper" else args.tasks).split(",")
+    names = [name.strip() for name in (PAPER if args.tasks == "paper" else args.tasks).split(",")]
+    if args.include_path and not os.path.isdir(args.include_path):
+        raise ValueError(
+            f"--include_path must be a folder of tasks, and {args.include_path} is none"
+        )
     manager = TaskManager(include_path=args.include_path)
     for name in names:
         if name not in manager.all_tasks:
@@ -204,17 +218,34 @@ def evaluate(model, tokenizer, args):
         )  # fmt: skip
     except ImportError as error:
         raise ValueError(f"{args.tasks} needs more packages: {brief(error)}") from error
+    except TemplateError as error:
+        raise ValueError(f"a template of {args.tasks} fails: {brief(error)}") from error
     except Exception as error:
         if not from_hub(error):
             raise
+        wanted = ", ".join(sorted(set().union(*(data_of(manager, name) for name in names))))
         home = os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
         raise ValueError(
-            f"the data of {args.tasks} is not here and cannot be fetched ({brief(error)}); the harness "
-            f"looks in {home}/hub and {home}/datasets: fill them on a machine with a network (lm_eval "
-            f"downloads what a task's dataset_path names), or set HF_HOME"
+            f"the data of {args.tasks} is not here and cannot be fetched ({brief(error)}). Wanted are "
+            f"{wanted}. The harness looks in {home}/hub and {home}/datasets: fill them on a machine "
+            f"with a network (lm_eval downloads what a task names), or set HF_HOME"
         ) from error
     print(make_table(results))
-    return results["results"], ours.seconds
+    return json.loads(json.dumps(results, default=handle_non_serializable)), ours.seconds
+
+
+def data_of(manager, name):
+    """Names of the data sets, or local files, behind a task, or a group or tag of tasks."""
+    entry = manager.task_index.get(name)
+    config = entry and entry.cfg or {}
+    if "dataset_path" in config:
+        files = (config.get("dataset_kwargs") or {}).get("data_files")
+        return {str(files or config["dataset_path"])}
+    inner = config.get("task")
+    if not isinstance(inner, list):
+        inner = [task for task, other in manager.task_index.items() if name in other.tags]
+    inner = [task if isinstance(task, str) else task.get("task") for task in inner]
+    return set().union(*(data_of(manager, task) for task in inner if task != name))
 
 
 def from_hub(error):

@@ -102,7 +102,7 @@ def run_cli(main):
 class ByteTokenizer:
     """The 256 byte values, and one more id that ends a text."""
 
-    name, vocab_size, eot = "bytes", 257, 256
+    name, vocab_size, eot, bos, stop = "bytes", 257, 256, None, {256}
 
     def encode(self, text):
         """Token ids as a numpy array. What is not valid Unicode becomes U+FFFD."""
@@ -115,7 +115,7 @@ class ByteTokenizer:
 class GPT2Tokenizer:
     """GPT-2's vocabulary through tiktoken. Text that looks like a control token stays text."""
 
-    name, vocab_size, eot = "gpt2", 50257, 50256
+    name, vocab_size, eot, bos, stop = "gpt2", 50257, 50256, None, {50256}
 
     def __init__(self):
         import tiktoken
@@ -219,7 +219,8 @@ def word_starts(chars, classes):
 
 
 class HFTokenizer:
-    """A Hugging Face tokenizer.json. Its end of text is the first of ENDS that it knows."""
+    """A Hugging Face tokenizer.json. Its end of text is the first of ENDS that it knows; what begins
+    and ends the model's own texts stands in tokenizer_config.json beside it, if that is there."""
 
     ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
@@ -234,10 +235,14 @@ class HFTokenizer:
         self.tokenizer.no_truncation()  # the file may ask for both
         self.tokenizer.no_padding()
         ids = self.tokenizer.get_vocab(with_added_tokens=True)
-        ends = [end for end in self.ENDS if end in ids]
+        self.bos, eos = (
+            ids.get(tokenizer_setting(path, name)) for name in ("bos_token", "eos_token")
+        )
+        ends = [*(ids[end] for end in self.ENDS if end in ids), *([] if eos is None else [eos])]
         if not ends:
             raise ValueError(f"{path} has no end-of-text token; known are {', '.join(self.ENDS)}")
-        self.eot, self.vocab_size = ids[ends[0]], max(ids.values()) + 1
+        self.eot, self.vocab_size = ends[0], max(ids.values()) + 1
+        self.stop = {self.eot, self.eot if eos is None else eos}  # each ends what a model writes
         self.special = {
             i for i, t in self.tokenizer.get_added_tokens_decoder().items() if t.special
         }
@@ -266,6 +271,16 @@ class HFTokenizer:
         return bytes(out)
 
 
+def tokenizer_setting(path, name):
+    """A text, such as bos_token, in the tokenizer_config.json beside a tokenizer.json, or None."""
+    try:
+        config = pathlib.Path(path).with_name("tokenizer_config.json").read_text(encoding="utf-8")
+        token = json.loads(config).get(name)
+    except (OSError, ValueError, AttributeError):
+        return None
+    return token.get("content") if isinstance(token, dict) else token
+
+
 TOKENIZERS = {"bytes": ByteTokenizer, "gpt2": GPT2Tokenizer}
 
 
@@ -288,9 +303,10 @@ def carry_tokenizer(name, folder):
     target = os.path.join(folder, "tokenizer.json")
     if not os.path.exists(target) or not os.path.samefile(name, target):
         shutil.copyfile(name, target)
-        template = os.path.join(os.path.dirname(name), "chat_template.jinja")
-        if os.path.exists(template):
-            shutil.copyfile(template, os.path.join(folder, "chat_template.jinja"))
+        for beside in ("chat_template.jinja", "tokenizer_config.json"):
+            path = os.path.join(os.path.dirname(name), beside)
+            if os.path.exists(path):
+                shutil.copyfile(path, os.path.join(folder, beside))
     return "tokenizer.json"
 
 

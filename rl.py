@@ -52,13 +52,13 @@ def load_reward(text):
     if text == "addition":
         return addition
     path, _, name = text.rpartition(":")
-    if not path or not os.path.exists(path):
+    if not path.endswith(".py") or not os.path.isfile(path):
         raise ValueError(f"--reward must be addition or FILE.py:function, not '{text}'")
     spec = importlib.util.spec_from_file_location("reward", path)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{path} cannot be imported ({type(error).__name__}: {error})") from error
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{path} has no function {name}")
@@ -68,7 +68,7 @@ def load_reward(text):
 def rewarded(reward, prompt, response):
     try:
         value = float(reward(prompt, response))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"the reward function failed on the prompt {prompt!r} ({type(error).__name__}: {error})"
         ) from error
@@ -98,15 +98,16 @@ def rollout(model, tokenizer, prompts, args, generator):
     """G responses to each of some prompts that are equally long in tokens; rows = prompts * G.
 
     Returns ids (rows, T + R), log-probabilities (rows, R), which of those R tokens count (up to the
-    end-of-text, included), and the texts.
+    one that ends the text, included), and the texts.
     """
     ids = [tokenizer.encode(prompt).tolist() or [tokenizer.eot] for prompt in prompts]
     idx = torch.tensor(ids, device=model.wte.weight.device)
     idx = idx.repeat_interleave(args.group_size, dim=0)
-    steps = generate(model, idx, args.max_new_tokens, args.temperature, stop=[tokenizer.eot],
+    stop = list(tokenizer.stop)
+    steps = generate(model, idx, args.max_new_tokens, args.temperature, stop=stop,
                      generator=generator, vocab_size=tokenizer.vocab_size)  # fmt: skip
     said, logprobs = (torch.stack(x, dim=1) for x in zip(*steps))
-    is_end = said == tokenizer.eot
+    is_end = torch.isin(said, torch.tensor(stop, device=said.device))
     counts = is_end.cumsum(dim=1) - is_end.long() == 0  # nothing ended before it
     texts = [
         tokenizer.decode_bytes(row[keep].tolist()).decode("utf-8", "replace")
@@ -237,6 +238,9 @@ def main():
     for name in ("max_iters", "batch_size", "max_new_tokens", "updates"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, not {getattr(args, name)}")
+    for name in ("warmup_iters", "learning_rate", "clip", "kl", "seed"):
+        if not 0 <= getattr(args, name) < math.inf:
+            raise ValueError(f"--{name} must be a number from 0 on, not {getattr(args, name)}")
     if args.group_size < 2:
         raise ValueError("--group_size must be at least 2: an advantage compares rollouts")
     if not args.temperature > 0:

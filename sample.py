@@ -143,10 +143,12 @@ class ChatTemplate:
                 self.template = sandbox.from_string(file.read())
         probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         ids, said = self.encode(probe)
-        self.stop = {tokenizer.eot, [i for i, s in zip(ids, said) if s][-1]}  # ends a turn
+        self.stop = tokenizer.stop | {[i for i, s in zip(ids, said) if s][-1]}  # ends a turn
 
     def encode(self, messages, reply=False):
         """(token ids, whether the assistant says each). reply: open the assistant's next turn.
+
+        A message may bring the "ids" that it was written in: text need not encode to them again.
 
         The assistant says its text and the control token that ends its turn.
         """
@@ -162,7 +164,11 @@ class ChatTemplate:
                 says = message["role"] == "assistant"
                 add(self.tokenizer.encode(f"### {message['role']}\n"), False)
                 if not is_last:
-                    add(self.tokenizer.encode(message["content"] + ("" if says else "\n")), says)
+                    ending = "" if says else "\n"
+                    add(
+                        message.get("ids") or self.tokenizer.encode(message["content"] + ending),
+                        says,
+                    )
                     add([self.tokenizer.eot] if says else [], says)
             return ids, said
         marked = [{**m, "content": f"\ue000{i}\ue001"} for i, m in enumerate(messages)]
@@ -172,7 +178,7 @@ class ChatTemplate:
             if i % 2:
                 message = messages[int(piece)]
                 says = message["role"] == "assistant"
-                add(self.tokenizer.encode(message["content"]), says)
+                add(message.get("ids") or self.tokenizer.encode(message["content"]), says)
             else:
                 tokens = self.tokenizer.encode(piece, control=True)
                 control = [n for n, t in enumerate(tokens) if int(t) in self.tokenizer.special]
@@ -209,7 +215,7 @@ def chat(args, model, tokenizer, device, dtype):
         held = (ids + reply)[: cache.length]
         text = [i for i in reply if i not in template.stop]
         content = tokenizer.decode_bytes(text).decode("utf-8", "replace")
-        messages.append({"role": "assistant", "content": content})
+        messages.append({"role": "assistant", "content": content, "ids": text})
         if args.stats:
             print(f"{new.size(1)} new tokens read, {len(reply)} written in "
                   f"{time.perf_counter() - began:.1f} s, {cache.length} in the cache", file=sys.stderr)  # fmt: skip
@@ -251,7 +257,7 @@ def write_stream(tokenizer, steps, out=None, stop=()):
 
 def write_samples(args, model, tokenizer, device, dtype):
     """Prompt and continuation, num_samples times over one cache, with times if they are asked for."""
-    stop = [tokenizer.eot, *(stop_id(text, tokenizer) for text in args.stop)]
+    stop = [*tokenizer.stop, *(stop_id(text, tokenizer) for text in args.stop)]
     prompt = [int(i) for i in tokenizer.encode(args.prompt)] or [tokenizer.eot]
     generator = torch.Generator(device).manual_seed(args.seed)
     idx = torch.tensor([prompt], device=device)

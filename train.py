@@ -10,6 +10,7 @@ python train.py --mode=sft --dataset=FILE.jsonl --init_from=DIR    teach it to a
 torchrun --nproc_per_node=8 train.py ...           several GPUs: DDP, or --fsdp for large models
 """
 
+import itertools
 import json
 import math
 import os
@@ -292,12 +293,13 @@ class ChatData:
         return prompt + response, [False] * len(prompt) + [True] * len(response)
 
     def fit(self, ids, said, overlong):
-        """(ids, first supervised index, supervised) within T + 1 tokens, or None: nothing to learn."""
+        """(ids, first supervised index, supervised) in T + 1 tokens, or None: nothing to learn."""
         if len(ids) > self.T + 1:
             if overlong == "drop":
                 return None
             ids, said = ids[-self.T - 1 :], said[-self.T - 1 :]  # the prompt loses its beginning
-        said[0] = False  # nothing precedes it
+        for i in itertools.takewhile(lambda i: said[i], range(len(said))):
+            said[i] = False  # what it answers has been cut off
         return (np.array(ids), said.index(True), np.array(said)) if any(said) else None
 
     def collate(self, examples):
@@ -795,7 +797,7 @@ def show_saving(data, config, args):
         short += len(x) * forward_flops(config, x.size(1), y.size(1))
         whole += len(x) * forward_flops(config, x.size(1), x.size(1))
     print(f"{len(examples)} examples, {len(data.examples['val'])} to validate, {data.skipped} skipped "
-          f"(no response, or none left); T_out = response takes {short / whole:.0%} of the FLOPs of "
+          f"(no response, or too long); T_out = response takes {short / whole:.0%} of the FLOPs of "
           f"T_out = T")  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from model import GPT, GPTConfig, read_checkpoint, save_checkpoint
-from prepare import brief, carry_tokenizer, needed, tokenizer_path, write_json
+from prepare import brief, carry_tokenizer, needed, tokenizer_path, tokenizer_setting, write_json
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 OUTER = {"wte": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
@@ -183,16 +183,13 @@ def import_weights(source, out_dir, **changes):
 
 def carry_template(folder, out_dir):
     """The model's chat template, if it has one, as out_dir/chat_template.jinja."""
-    path, more = folder / "chat_template.jinja", {}
-    if (folder / "tokenizer_config.json").exists():
-        more = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    text = path.read_text(encoding="utf-8") if path.exists() else more.get("chat_template")
+    path = folder / "chat_template.jinja"
+    text = path.read_text(encoding="utf-8") if path.exists() else None
+    text = text or tokenizer_setting(path, "chat_template")
     if not isinstance(text, str):
         return
     for name in ("eos_token", "bos_token"):  # templates use their names
-        token = more.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        text = f"{{%- set {name} = {json.dumps(token or '')} -%}}" + text
+        text = f"{{%- set {name} = {json.dumps(tokenizer_setting(path, name) or '')} -%}}" + text
     pathlib.Path(out_dir, "chat_template.jinja").write_text(text, encoding="utf-8")
 
 

@@ -253,7 +253,9 @@ def test_a_local_task_gives_what_a_direct_computation_gives(capsys, monkeypatch)
     save_checkpoint(".", {"model": lm.model.state_dict(), "config": config, "tokenizer": "bytes"})
     call(evaluate.main, "harness", "--out_dir=.", "--tasks=choose,write", "--include_path=tasks",
          "--device=cpu", "--json=h.json")  # fmt: skip
-    results = json.loads(pathlib.Path("h.json").read_text())["rows"][0]["results"]
+    record = json.loads(pathlib.Path("h.json").read_text())["rows"][0]["results"]
+    results = record["results"]
+    assert record["n-shot"] and record["versions"] and record["configs"]
     encode = lambda text: BYTES.encode(text).tolist()
     right = 0
     with torch.no_grad():
