@@ -397,36 +397,54 @@ def pyplot():
 
 
 def plot(runs, out_dir):
-    """Losses (or rewards of rl.py) of every run over steps, to OUT_DIR/plot.png."""
-    logs = {}
-    for run in runs:
-        path = os.path.join(run, "log.jsonl")
-        if not os.path.exists(path):
-            raise ValueError(f"no {path}: plot takes the --out_dir of training runs")
-        with open(path, encoding="utf-8") as file:
-            logs[run] = [json.loads(line) for line in file]
+    """What the logs of training runs (or rl.py's) hold over steps, to OUT_DIR/plot.png."""
+    logs = {run: read_log(run) for run in runs}
     if not logs:
         raise ValueError("plot needs the --out_dir of at least one training run")
     plt = pyplot()
     if plt is None:
         return
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for number, (run, records) in enumerate(logs.items()):
-        for key, style in (("loss", "-"), ("val_loss", "o--"), ("reward", "-")):
-            points = {r["step"]: r[key] for r in records if key in r}  # a resumed run repeats some
-            if not points:
-                continue
-            label = f"{run}, validation" if key == "val_loss" else f"{run}, {key}"
-            alpha = 1.0 if key == "val_loss" else 0.6
-            axes.plot(
-                *zip(*sorted(points.items())), style, color=f"C{number}", alpha=alpha, label=label
-            )
-    axes.set(xlabel="step", ylabel="loss in nats a token, or reward")
-    axes.legend()
+    panels = {"loss in nats a token": ("loss", "val_loss"), "reward": ("reward",), "KL": ("kl",),
+              "learning rate": ("lr",), "gradient norm": ("grad_norm",), "tokens/s": ("tokens_per_s",),
+              "MFU": ("mfu",), "memory, MiB": ("memory_mib",)}  # fmt: skip
+    known = {key for records in logs.values() for r in records for key in r if r[key] is not None}
+    panels = {title: keys for title, keys in panels.items() if known.intersection(keys)}
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    size = (5 * columns + 2, 3.5 * rows + 1)
+    figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for axes, (title, keys) in zip(grid.flat, panels.items()):
+        for number, (run, records) in enumerate(logs.items()):
+            for key in keys:
+                # by step, since a resumed run repeats some
+                points = {r["step"]: r[key] for r in records if r.get(key) is not None}
+                style = "o--" if key == "val_loss" else "-"
+                label = f"{run}, validation" if key == "val_loss" else run
+                if points:
+                    axes.plot(*zip(*sorted(points.items())), style, color=f"C{number}", label=label,
+                              alpha=1.0 if key == "val_loss" else 0.6)  # fmt: skip
+        axes.set(xlabel="step", title=title)
+    for axes in grid.flat[len(panels) :]:
+        axes.axis("off")
+    grid.flat[0].legend()
     os.makedirs(out_dir, exist_ok=True)
     path = os.path.join(out_dir, "plot.png")
     figure.savefig(path, dpi=120)
     print(f"drawn to {path}")
+
+
+def read_log(run):
+    """The records of a run's log.jsonl, but for a line that a kill cut off."""
+    path, records = os.path.join(run, "log.jsonl"), []
+    if not os.path.exists(path):
+        raise ValueError(f"no {path}: plot takes the --out_dir of training runs")
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                records.append(dict(json.loads(line)))
+            except (ValueError, TypeError):
+                continue
+    return records
 
 
 def mask(window, sink, out_dir):

@@ -754,6 +754,8 @@ def model_of(checkpoint, out_dir, device="cpu", **overrides):
     is_scale = lambda name: name.rsplit(".")[-1].startswith(("alpha_", "beta_"))
     wrong = [n for n in own.keys() ^ state.keys() if not is_scale(n)]
     wrong += [n for n in own.keys() & state.keys() if own[n].shape != state[n].shape]
+    if config.tie_embeddings and not old.get("tie_embeddings", True):
+        wrong.append("lm_head.weight")  # it would be lost
     if wrong:
         changed = [f"{k} {old.get(k)} -> {v}" for k, v in overrides.items() if old.get(k) != v]
         why = ", ".join(changed) or ", ".join(sorted(wrong)[:5])

@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -81,10 +82,10 @@ RECIPES = {
     ),
 }  # fmt: skip
 
-# Dense bf16 TFLOP/s by the makers' data sheets (fp16 where there is no bf16); the first name that is
-# part of the GPU's counts.
+# Dense bf16 TFLOP/s by the makers' data sheets (fp16 where there is no bf16); the first name whose
+# words are in the GPU's counts.
 PEAK_TFLOPS = {
-    "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
+    "B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
     "A100": 312, "A10G": 70, "A10": 125, "A40": 150, "L40S": 362, "L40": 181, "L4": 121,
     "RTX 4090": 165, "RTX 3090": 71, "RTX A6000": 155, "V100": 125, "T4": 65,
 }  # fmt: skip
@@ -462,14 +463,14 @@ def build_parser():
     add("--full_until", type=float, default=0.0, help="share of the steps trained with full "
         "attention before it becomes --attention; 0 is the paper")  # fmt: skip
     run = parser.add_argument_group("machine")
-    add = run.add_argument
+    add, switch = run.add_argument, dict(type=parse_bool, nargs="?", const=True)
     add("--device", help="cpu, cuda, cuda:1, mps (default: the best there is)")
-    add("--fsdp", type=parse_bool, default=False, help="shard weights over the GPUs (FSDP2)")
-    add("--activation_checkpointing", type=parse_bool, help="compute activations twice instead of "
+    add("--fsdp", **switch, default=False, help="shard weights over the GPUs (FSDP2)")
+    add("--activation_checkpointing", **switch, help="compute activations twice instead of "
         "keeping them (default: with --fsdp)")  # fmt: skip
     add("--peak_tflops", type=float, help="of this device, for MFU (default: a table of GPUs)")
     add("--dtype", help="float32, bfloat16, float16 (default: what suits the device)")
-    add("--compile", type=parse_bool, help="torch.compile (default: on a GPU)")
+    add("--compile", **switch, help="torch.compile (default: on a GPU)")
     add("--backend", help="attention backend: torch, flash or masked")
     model = parser.add_argument_group("model (default: the preset's)")
     for field in fields(GPTConfig):
@@ -481,7 +482,7 @@ def build_parser():
     return parser
 
 
-MACHINE = ("out_dir", "init_from", "device", "dtype", "compile", "backend", "fsdp",
+MACHINE = ("out_dir", "init_from", "device", "compile", "backend", "fsdp",
            "activation_checkpointing", "peak_tflops")  # fmt: skip # change no mathematics
 
 
@@ -501,6 +502,9 @@ def parse_args(argv=None):
         parser.set_defaults(**{k: v for k, v in saved.items() if k not in MACHINE})
         args = parser.parse_args(argv)
         changed = [k for k, v in saved.items() if k not in MACHINE and getattr(args, k) != v]
+        if "preset" in changed:
+            raise ValueError(f"the run in {args.out_dir} has the shape of {saved['preset']} for good; "
+                             f"--preset={args.preset} is for a new one")  # fmt: skip
         if changed and os.environ.get("RANK", "0") == "0":
             changes = ", ".join(f"{k} {saved[k]} -> {getattr(args, k)}" for k in changed)
             print(f"not the run it was: {changes}")
@@ -524,6 +528,8 @@ def parse_args(argv=None):
         value = getattr(args, name)
         if value is not None and not 0 <= value < math.inf:  # nan is refused too
             raise ValueError(f"--{name} must be a number from 0 on, not {value}")
+    if args.mode == "sft" and args.T_out is not None:
+        raise ValueError("--T_out is the response in fine-tuning; the flag is for pre-training")
     if not 0 <= args.full_until <= 1:
         raise ValueError(f"--full_until must be from 0 to 1, not {args.full_until}")
     if args.T_out is not None and not 1 <= args.T_out <= args.block_size:
@@ -639,7 +645,7 @@ def start_processes(args):
     if args.fsdp and dtype == torch.float16:
         raise ValueError("--fsdp needs --dtype=bfloat16 or float32")
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device, dtype
 
 
@@ -648,7 +654,7 @@ class Run:
 
     def __init__(self, args, data, device, dtype):
         self.args, self.data, self.device, self.dtype = args, data, device, dtype
-        self.step, self.best_val_loss, self.saved = 0, math.inf, None
+        self.step, self.best_val_loss, self.saved, self.switched = 0, math.inf, None, False
         self.tokens = self.flops = 0  # of this process since it started
         self.first_bad = torch.tensor(-1, device=device)  # step whose loss was not finite
         if args.init_from == "resume":
@@ -657,9 +663,11 @@ class Run:
             self.build()
 
     def attention(self):
-        """full attention for the first part of the run, if --full_until says so."""
+        """full attention for the first part of the run, if --full_until says so; never again once
+        it has ended, though a resumed run may be longer."""
         args = self.args
-        return "full" if self.step < round(args.full_until * args.max_iters) else args.attention
+        early = self.step < round(args.full_until * args.max_iters) and not self.switched
+        return "full" if early else args.attention
 
     def build(self, checkpoint=None):
         """Model and optimizer: new, or from another run's folder, or from this run's checkpoint."""
@@ -782,7 +790,8 @@ class Run:
     def load(self):
         """Go on from out_dir/ckpt.pt."""
         self.model = self.forward = self.optimizer = None  # room for the new ones
-        checkpoint = read_checkpoint(self.args.out_dir)
+        checkpoint = read_checkpoint(self.args.out_dir, mmap=world()[1] > 1)  # one copy for all
+        self.switched = checkpoint["config"]["attention"] == self.args.attention
         self.step, self.best_val_loss = checkpoint["step"], checkpoint["best_val_loss"]
         self.saved = self.step
         self.build(checkpoint)
@@ -806,7 +815,9 @@ def peak_flops(args, device):
     if args.peak_tflops:
         return 1e12 * args.peak_tflops
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((1e12 * peak for gpu, peak in PEAK_TFLOPS.items() if gpu in name), None)
+    name = "" if "Laptop" in name else name  # slower cards under the same name
+    is_this = lambda gpu: re.search(rf"\b{gpu}\b", name)
+    return next((1e12 * peak for gpu, peak in PEAK_TFLOPS.items() if is_this(gpu)), None)
 
 
 class Log:
@@ -817,8 +828,11 @@ class Log:
         args = run.args
         self.peak = peak_flops(args, run.device)
         if self.rank == 0:
-            mode = "a" if args.init_from == "resume" else "w"
-            self.file = open(os.path.join(args.out_dir, "log.jsonl"), mode, encoding="utf-8")
+            mode = "ab+" if args.init_from == "resume" else "wb"
+            self.file = open(os.path.join(args.out_dir, "log.jsonl"), mode)
+            if self.file.tell():  # a kill may have left half a line
+                self.file.seek(-1, os.SEEK_END)
+                self.file.write(b"" if self.file.read() == b"\n" else b"\n")
         self.first, self.began = run.step, time.perf_counter()
         self.start_clock()
 
@@ -856,7 +870,7 @@ class Log:
 
     def write(self, record):
         if self.rank == 0 and record:
-            self.file.write(json.dumps(record) + "\n")
+            self.file.write(json.dumps(record).encode() + b"\n")
             self.file.flush()
 
 
@@ -881,10 +895,7 @@ def train(run, log):
             record = log.training(loss, norm)
             run.check_finite()
         stop = bool(asked_to_stop)
-        if world()[1] > 1:  # all processes must agree, so they ask each other now and then
-            stop = step % args.log_interval == 0 and bool(
-                all_reduced(torch.tensor(float(stop), device=run.device))
-            )
+        stop = bool(all_reduced(torch.tensor(float(stop))))  # by the CPUs, which wait for no GPU
         if step % args.eval_interval == 0 or last:
             record |= {"step": step, "val_loss": validate(run, log)}
             run.save()
@@ -935,7 +946,10 @@ def main(argv=None):
     data = open_data(args)
     backend = choose_backend(args.backend)
     run = Run(args, data, device, dtype)
+    args.dtype = str(dtype)[6:]  # a resumed run keeps it, wherever it runs
     log, config = Log(run), run.model.config
+    if run.step >= args.max_iters and rank == 0:
+        print(f"nothing is left to train: {args.out_dir} is at step {run.step}; raise --max_iters")
     if rank == 0:
         print(
             f"{config.attention} on {args.dataset}: {run.model.num_params():,} parameters, "

@@ -24,7 +24,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 MORE = [*SMALL, "--gradient_accumulation_steps=4", "--grad_clip=0"]  # clipping hides a factor
 
 
-def processes(n, *flags):
+def processes(n, *flags, code=0):
     """train.main in n processes, as torchrun starts them. Forks, since imports take seconds."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -34,7 +34,8 @@ def processes(n, *flags):
         where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_PORT": port}
         env = {"MASTER_ADDR": "localhost"} | {k: str(v) for k, v in where.items()}
         pids.append(forked(lambda: (os.environ.update(env), call(train.main, *flags))))
-    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * n
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert codes == [code] * n
 
 
 def forked(function):
@@ -150,6 +151,23 @@ def test_sigterm_saves_first(text, capfd):  # noqa: F811
     assert f"holds step {state('stopped')['step']}" in capfd.readouterr().err
 
 
+def test_sigterm_under_two_processes_saves_at_the_next_step_whatever_the_log_interval(text):  # noqa: F811
+    flags = [*SMALL, "--max_iters=100000", "--eval_interval=100000", "--log_interval=100000"]
+    flags += ["--out_dir=both", "--gradient_accumulation_steps=2"]
+    pid, path = forked(lambda: processes(2, *flags, code=130)), pathlib.Path("both/log.jsonl")
+    while not (path.exists() and path.stat().st_size > 50):
+        time.sleep(0.05)
+    for child in children(pid):
+        os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert state("both")["step"] > 0
+
+
+def children(pid):
+    pids = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in pids.split()]
+
+
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
     text, capsys, monkeypatch  # noqa: F811
 ):  # fmt: skip
@@ -180,6 +198,38 @@ def test_a_resumed_run_obeys_the_flags_that_changed(text, capsys):  # noqa: F811
     assert max(log("a", "lr")[-3:]) <= 1e-5
     call(train.main, *SMALL, "--out_dir=a")
     assert log("a", "step") == [1, 2, 3, 4, 5, 6]  # a new run has a new record
+
+
+def test_a_resumed_run_keeps_its_dtype_and_its_shape(text, capsys):  # noqa: F811
+    call(train.main, *SMALL, "--out_dir=a", "--dtype=bfloat16", "--max_iters=3")
+    again = ["--init_from=resume", "--out_dir=a", "--device=cpu", "--max_iters=6"]
+    assert "has the shape of laptop" in fails(capsys, train.main, *again, "--preset=gpt2")
+    call(train.main, *again)
+    assert "cpu, bfloat16" in capsys.readouterr().out
+    call(train.main, *SMALL, "--out_dir=b", "--dtype=bfloat16")
+    assert log("a", "loss") == log("b", "loss")
+    call(train.main, *again, "--dtype=float32")
+    out = capsys.readouterr().out
+    assert "dtype bfloat16 -> float32" in out and "nothing is left to train" in out
+
+
+def test_an_untied_head_is_not_lost_by_tying_it(text, capsys):  # noqa: F811
+    call(train.main, *SMALL, "--out_dir=a", "--tie_embeddings=False")
+    flags = ["--init_from=a", "--out_dir=b", "--dataset=text", "--device=cpu", "--block_size=32"]
+    error = fails(capsys, train.main, *flags, "--tie_embeddings=True")
+    assert "tie_embeddings False -> True" in error
+
+
+@pytest.mark.parametrize("name,peak", [
+    ("NVIDIA H200", 989), ("NVIDIA H200 NVL", 835), ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", 65),
+    ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ("NVIDIA RTX A1000", None), ("NVIDIA RTX A4000", None), ("NVIDIA T400", None), ("NVIDIA GB200", None),
+])  # fmt: skip
+def test_a_gpus_peak_is_that_of_its_own_name_or_unknown(name, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    args = train.build_parser().parse_args([])
+    found = train.peak_flops(args, torch.device("cuda"))
+    assert found == (peak and 1e12 * peak)
 
 
 def test_weights_without_a_run_cannot_be_resumed(text, capsys):  # noqa: F811
@@ -236,6 +286,13 @@ def test_a_run_stopped_before_the_switch_goes_on_through_it(text):  # noqa: F811
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_a_longer_resumed_run_does_not_go_back_to_full_attention(text, capsys):  # noqa: F811
+    call(train.main, *SMALL, "--out_dir=a", "--full_until=0.5")
+    call(train.main, "--init_from=resume", "--out_dir=a", "--device=cpu", "--max_iters=20")
+    assert "dropping" not in capsys.readouterr().out
+    assert state("a")["config"]["attention"] == "orthros" and state("a")["step"] == 20
+
+
 def test_training_continues_from_another_runs_weights_at_another_length(text, capsys):  # noqa: F811
     call(train.main, *SMALL, "--attention=full", "--out_dir=first")
     small = [f for f in SMALL if not f.startswith(("--n_", "--block_size", "--window"))]
@@ -268,16 +325,22 @@ def test_flops_count_the_second_stream_the_window_and_the_last_layer():
 
 @pytest.mark.parametrize("flag,word", [
     ("--full_until=2", "full_until"), ("--T_out=0", "T_out"), ("--T_out=99", "T_out"),
-    ("--fsdp=True", "torchrun"), ("--dataset=text:x", "number"), ("--dataset=text:-1", "above 0"),
+    ("--fsdp=True", "torchrun"), ("--fsdp", "torchrun"), ("--mode=sft --T_out=4", "--T_out"), ("--dataset=text:x", "number"), ("--dataset=text:-1", "above 0"),
     ("--init_from=nowhere", "folder"), ("--grad_clip=nan", "grad_clip"),
     ("--weight_decay=-1", "weight_decay")])  # fmt: skip
 def test_a_wrong_flag_is_one_line(text, capsys, flag, word):  # noqa: F811
-    assert word in fails(capsys, train.main, *SMALL, flag)
+    assert word in fails(capsys, train.main, *SMALL, *flag.split())
 
 
 def test_bench_plots_runs(text, capsys):  # noqa: F811
     pytest.importorskip("matplotlib")
     call(train.main, *SMALL, "--out_dir=a")
+    with open("a/log.jsonl", "a") as file:
+        file.write('{"step": 7, "lo')  # as a kill leaves it
+    flags = ["--init_from=resume", "--out_dir=a", "--device=cpu", "--max_iters=9"]
+    call(train.main, *flags)
+    records = bench.read_log("a")
+    assert [r["step"] for r in records] == list(range(1, 10)) and "grad_norm" in records[-1]
     call(bench.main, "plot", "a", "--out_dir=pictures")
     assert pathlib.Path("pictures/plot.png").stat().st_size > 5000
     assert "log.jsonl" in fails(capsys, bench.main, "plot", "nowhere")
