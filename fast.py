@@ -208,7 +208,7 @@ class FastStep:
 
     @torch.no_grad()
     def run(self):
-        """The step itself: forward for one position, R rows a sequence, row B * R + r of `h`."""
+        """The step itself: forward for one position. Row b * R + r of `h` is row r of sequence b."""
         model, c, B, R = self.model, self.model.config, self.B, self.R
         rope = rope_angles(c, self.length)
         h = model.wte(self.ids).repeat_interleave(R, dim=0)  # (B * R, C)
