@@ -4,13 +4,14 @@
     python bench.py prefill --kernels      the attention alone, every backend that is installed
     python bench.py train   [--preset=gpt2 --batch_size=32] [--T_out=128]    with it, T_out = T too
     python bench.py decode  [--T=1024,131072 --batch_size=1 --max_new_tokens=128]
-    python bench.py plot OUT_DIR...        the losses of training runs, from their log.jsonl
+    python bench.py plot OUT_DIR...        what the log.jsonl of training runs hold, over steps
     python bench.py mask [--window=4 --sink=0]    what sees what: the phases, and layer upon layer
 
 The first three compare orthros, full and swa in one run: the same random weights, warm, synchronised, medians.
 The table is printed, written with its circumstances to OUT_DIR/NAME.json, and drawn to NAME.png.
 
 Columns
+  decoder   graph: the kernels of fast.py, a step in one CUDA graph; eager: the model itself
   T         tokens in the sequence; decode: in the cache, whose capacity is the largest T
   ms        median time of one call: a whole prefill, a training step, one attention
   limit ms  what the hardware allows: the larger of FLOPs over the rate of a large matrix product and
@@ -254,7 +255,8 @@ def bench_decode(args, device, dtype, limits):
             error = relative_error(call, lambda: call(model))
             reach = [(c.window, c.sink) if c.kind(i) == "swa" else () for i in range(c.n_layer)]
             keys = sum(keys_seen(1, T, *r) for r in reach) * B * cache.k[0, 0, 0].nbytes
-            rows.append({"kind": kind, "T": T, "ms": 1e3 * seconds, "tokens/s": B / seconds,
+            rows.append({"kind": kind, "decoder": "eager" if step is model else "graph", "T": T,
+                         "ms": 1e3 * seconds, "tokens/s": B / seconds,
                          "limit ms": limits.ms(0, weights + 2 * keys), "error": error})  # fmt: skip
         model = cache = step = call = None  # free them before the next ones
     return rows
@@ -280,7 +282,7 @@ def bench_answers(args, device, dtype):
             for ids, _ in decode(step, cache, logits, n, lambda x: pick_token(x, temperature=0)):
                 ids.tolist()  # as a reader would have it
                 times.append(time.perf_counter() - began)
-        rows.append({"kind": kind, "batch": B, "T": T, "written": B * n, "first s": times[0],
+        rows.append({"kind": kind, "decoder": "eager" if step is model else "graph", "batch": B, "T": T, "written": B * n, "first s": times[0],
                      "written/s": B * (n - 1) / (times[-1] - times[0]) if n > 1 else None,
                      "all/s": B * n / times[-1]})  # fmt: skip
         model = cache = step = None
@@ -409,6 +411,8 @@ def plot(runs, out_dir):
               "MFU": ("mfu",), "memory, MiB": ("memory_mib",)}  # fmt: skip
     known = {key for records in logs.values() for r in records for key in r if r[key] is not None}
     panels = {title: keys for title, keys in panels.items() if known.intersection(keys)}
+    if not panels:
+        raise ValueError(f"nothing is logged yet in {', '.join(runs)}")
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     size = (5 * columns + 2, 3.5 * rows + 1)
@@ -424,9 +428,9 @@ def plot(runs, out_dir):
                     axes.plot(*zip(*sorted(points.items())), style, color=f"C{number}", label=label,
                               alpha=1.0 if key == "val_loss" else 0.6)  # fmt: skip
         axes.set(xlabel="step", title=title)
+        axes.legend(fontsize=8)
     for axes in grid.flat[len(panels) :]:
         axes.axis("off")
-    grid.flat[0].legend()
     os.makedirs(out_dir, exist_ok=True)
     path = os.path.join(out_dir, "plot.png")
     figure.savefig(path, dpi=120)

@@ -257,7 +257,9 @@ def trained(variant, flags, seed, data=None):
     run = kind(args, data, device, dtype)
     print(f"training {variant}, seed {seed}: {args.max_iters} steps", file=sys.stderr)
     with contextlib.redirect_stdout(sys.stderr):
-        train.train(run, train.Log(run))
+        log = train.Log(run)
+        log.peak = None if isinstance(run, PeerRun) else log.peak  # their FLOPs are not counted
+        train.train(run, log)
     with open(os.path.join(out_dir, "log.jsonl"), encoding="utf-8") as file:
         return run, [json.loads(line) for line in file]
 
@@ -495,7 +497,7 @@ def parse_args():
     if args.num_fewshot is not None and args.num_fewshot < 0:
         raise ValueError(f"--num_fewshot must be 0 or more, not {args.num_fewshot}")
     limit = args.limit
-    if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit == int(limit))):
+    if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit % 1 == 0)):
         raise ValueError(f"--limit must be a whole number, or a share below 1, not {limit}")
     args.rest = [f"--{n}={getattr(args, n)}" for n in TO_TRAIN if trains and n in given] + rest
     return args

@@ -245,7 +245,8 @@ def data_of(manager, name):
     if not isinstance(inner, list):
         inner = [task for task, other in manager.task_index.items() if name in other.tags]
     inner = [task if isinstance(task, str) else task.get("task") for task in inner]
-    inner = [task for task in inner if task != name]
+    inner = [task for part in inner for task in (part if isinstance(part, list) else [part])]
+    inner = [task for task in inner if isinstance(task, str) and task != name]
     # a task written in Python keeps the name to itself
     return set().union(*(data_of(manager, task) for task in inner)) if inner else {f"{name}'s"}
 

@@ -96,7 +96,8 @@ def run_cli(main):
 
 
 # ------------------------------------------------------------------------------------------------
-# Tokenizers: encode(text) -> ids, decode_bytes(ids) -> bytes, vocab_size, eot
+# Tokenizers: encode(text) -> ids, decode_bytes(ids) -> bytes, vocab_size, eot (which ends a document),
+# bos (which begins a text, or None), stop (what ends a text that a model writes)
 
 
 class ByteTokenizer:

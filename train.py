@@ -21,6 +21,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -277,6 +278,7 @@ class ChatData:
                 if role not in ChatTemplate.ROLES or not isinstance(message.get("content"), str):
                     raise ValueError(f"{where}: a message needs content, and a role of "
                                      f"{', '.join(ChatTemplate.ROLES)}; not {str(message)[:80]}")  # fmt: skip
+            messages = [{name: m[name] for name in ("role", "content")} for m in messages]
             try:
                 ids, said = self.template.encode(messages)
             except Exception as error:  # templates raise what they like
@@ -645,7 +647,8 @@ def start_processes(args):
     if args.fsdp and dtype == torch.float16:
         raise ValueError("--fsdp needs --dtype=bfloat16 or float32")
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(kind, timeout=timedelta(minutes=10))
     return device, dtype
 
 
@@ -704,7 +707,8 @@ class Run:
             for name, p in self.model.named_parameters():
                 if name not in state["state"] and p in self.optimizer.state:
                     self.optimizer.state[p]["step"].zero_()
-            self.scaler.load_state_dict(checkpoint["scaler"])
+            if checkpoint["scaler"]:  # empty, if the run had none until now
+                self.scaler.load_state_dict(checkpoint["scaler"])
 
     def spread(self):
         """What a training step calls: the model, over all processes, compiled."""
@@ -791,7 +795,7 @@ class Run:
         """Go on from out_dir/ckpt.pt."""
         self.model = self.forward = self.optimizer = None  # room for the new ones
         checkpoint = read_checkpoint(self.args.out_dir, mmap=world()[1] > 1)  # one copy for all
-        self.switched = checkpoint["config"]["attention"] == self.args.attention
+        self.switched = checkpoint["config"]["attention"] != "full"
         self.step, self.best_val_loss = checkpoint["step"], checkpoint["best_val_loss"]
         self.saved = self.step
         self.build(checkpoint)

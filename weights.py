@@ -142,7 +142,7 @@ def import_weights(source, out_dir, **changes):
         hub = needed("huggingface_hub", "hf")
         try:
             folder = pathlib.Path(
-                hub.snapshot_download(source, allow_patterns=["*.json", "*.safetensors"])
+                hub.snapshot_download(source, allow_patterns=["*.json", "*.jinja", "*.safetensors"])
             )
         except Exception as error:
             raise OSError(

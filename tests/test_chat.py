@@ -166,6 +166,7 @@ def test_a_response_longer_than_the_block_is_not_learned_without_its_prompt():
     long = {"prompt": "p" * 5, "response": "r" * 300}
     turns = [{"role": r, "content": c * 60} for r, c in zip(["user", "assistant"] * 2, "abcd")]
     data = lambda *lines: (write(*lines), train.ChatData("chat.jsonl", BYTES, 150))[1]
+    turns[0]["ids"] = [1, 2]  # of nobody's business
     kept = data({"prompt": "p", "response": "r"}, long, {"messages": []}, {"messages": turns})
     assert kept.skipped == 2 and len(kept.examples["train"]) + len(kept.examples["val"]) == 2
     ids, first, said = max(kept.examples["train"] + kept.examples["val"], key=lambda e: len(e[0]))

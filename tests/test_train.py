@@ -155,7 +155,7 @@ def test_sigterm_under_two_processes_saves_at_the_next_step_whatever_the_log_int
     flags = [*SMALL, "--max_iters=100000", "--eval_interval=100000", "--log_interval=100000"]
     flags += ["--out_dir=both", "--gradient_accumulation_steps=2"]
     pid, path = forked(lambda: processes(2, *flags, code=130)), pathlib.Path("both/log.jsonl")
-    while not (path.exists() and path.stat().st_size > 50):
+    while not (path.exists() and path.stat().st_size > 50) and os.waitpid(pid, os.WNOHANG)[0] == 0:
         time.sleep(0.05)
     for child in children(pid):
         os.kill(child, signal.SIGTERM)
