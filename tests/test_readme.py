@@ -126,7 +126,9 @@ def commands(text):
 
 
 BLOCKS = "\n".join(re.findall(r"^```\n(.*?)^```", README, re.M | re.S))
-INLINE = "\n".join(" ".join(x.split()) for x in re.findall(r"`(python (?!.*--help)[^`]*)`", README))
+INLINE = "\n".join(
+    " ".join(x.split()) for x in re.findall(r"`(python \w+\.py (?!.*--help)[^`]*)`", README)
+)
 COMMANDS = list(commands(BLOCKS + INLINE))
 
 
