@@ -42,7 +42,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 # ------------------------------------------------------------------------------------------------
 # Configuration
@@ -261,11 +260,16 @@ def sdpa_causal(q, k, v):
     Tq, S = q.size(1), k.size(1)
     if Tq < S and q.device.type != "cuda":  # fused kernels for this shape exist on CUDA alone
         return sdpa_grouped(q, k, v, None if Tq == 1 else visible(Tq, S, device=q.device))
+    mask = None
+    if 1 < Tq < S:
+        from torch.nn.attention.bias import causal_lower_right  # here, for it takes seconds to load
+
+        mask = causal_lower_right(Tq, S)
     y = F.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)),
         # is_causal counts positions from the first key, so it is right for the square case alone
         is_causal=1 < Tq == S,
-        attn_mask=causal_lower_right(Tq, S) if 1 < Tq < S else None,
+        attn_mask=mask,
         enable_gqa=q.size(2) != k.size(2),
     )
     return y.transpose(1, 2)
