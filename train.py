@@ -21,7 +21,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
-from datetime import timedelta
 
 import numpy as np
 import torch
@@ -647,8 +646,7 @@ def start_processes(args):
     if args.fsdp and dtype == torch.float16:
         raise ValueError("--fsdp needs --dtype=bfloat16 or float32")
     if not dist.is_initialized():
-        kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(kind, timeout=timedelta(minutes=10))
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return device, dtype
 
 
@@ -899,7 +897,8 @@ def train(run, log):
             record = log.training(loss, norm)
             run.check_finite()
         stop = bool(asked_to_stop)
-        stop = bool(all_reduced(torch.tensor(float(stop))))  # by the CPUs, which wait for no GPU
+        if world()[1] > 1:  # all processes must agree; steps of several GPUs are long enough to ask
+            stop = bool(all_reduced(torch.tensor(float(stop), device=run.device)))
         if step % args.eval_interval == 0 or last:
             record |= {"step": step, "val_loss": validate(run, log)}
             run.save()
