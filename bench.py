@@ -46,7 +46,7 @@ from fast import fuse
 from model import GPT, PRESETS, GPTConfig, KVCache, choose_backend, pick_device
 from prepare import Parser, parse_bool, run_cli
 from sample import decode, fast_step, pick_token, prefill
-from train import forward_flops, keys_seen
+from train import forward_flops, keys_seen, read_log
 
 # ------------------------------------------------------------------------------------------------
 # Clocks, limits, memory
@@ -282,7 +282,8 @@ def bench_answers(args, device, dtype):
             for ids, _ in decode(step, cache, logits, n, lambda x: pick_token(x, temperature=0)):
                 ids.tolist()  # as a reader would have it
                 times.append(time.perf_counter() - began)
-        rows.append({"kind": kind, "decoder": "eager" if step is model else "graph", "batch": B, "T": T, "written": B * n, "first s": times[0],
+        rows.append({"kind": kind, "decoder": "eager" if step is model else "graph", "batch": B,
+                     "T": T, "written": B * n, "first s": times[0],
                      "written/s": B * (n - 1) / (times[-1] - times[0]) if n > 1 else None,
                      "all/s": B * n / times[-1]})  # fmt: skip
         model = cache = step = None
@@ -435,20 +436,6 @@ def plot(runs, out_dir):
     path = os.path.join(out_dir, "plot.png")
     figure.savefig(path, dpi=120)
     print(f"drawn to {path}")
-
-
-def read_log(run):
-    """The records of a run's log.jsonl, but for a line that a kill cut off."""
-    path, records = os.path.join(run, "log.jsonl"), []
-    if not os.path.exists(path):
-        raise ValueError(f"no {path}: plot takes the --out_dir of training runs")
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                records.append(dict(json.loads(line)))
-            except (ValueError, TypeError):
-                continue
-    return records
 
 
 def mask(window, sink, out_dir):

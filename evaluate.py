@@ -260,8 +260,7 @@ def trained(variant, flags, seed, data=None):
         log = train.Log(run)
         log.peak = None if isinstance(run, PeerRun) else log.peak  # their FLOPs are not counted
         train.train(run, log)
-    with open(os.path.join(out_dir, "log.jsonl"), encoding="utf-8") as file:
-        return run, [json.loads(line) for line in file]
+    return run, train.read_log(out_dir)
 
 
 @torch.no_grad()

@@ -44,20 +44,19 @@ class Harness(TemplateLM):
         super().__init__()
         self.model, self.tokens, self.batch_size = model, tokenizer, batch_size
         self.max_length, self.seconds = model.config.block_size, 0.0  # spent in the model
-        self.last = next(iter(tokenizer.stop - {tokenizer.eot}), tokenizer.eot)  # of a model's text
         own = getattr(tokenizer, "tokenizer", None)  # of a tokenizer.json: what it puts first
         self.bos = own.encode("").ids[:1] if own else []
         self._device = model.wte.weight.device
 
     @property
     def eot_token_id(self):
-        return self.last
+        return self.tokens.eos
 
     @property
     def prefix_token_id(self):
         """What an empty context is: the token that begins a text, else one that ends it."""
         begin = self.bos[0] if self.bos else self.tokens.bos
-        return self.last if begin is None else begin
+        return self.tokens.eos if begin is None else begin
 
     @property
     def tokenizer_name(self):

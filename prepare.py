@@ -97,13 +97,13 @@ def run_cli(main):
 
 # ------------------------------------------------------------------------------------------------
 # Tokenizers: encode(text) -> ids, decode_bytes(ids) -> bytes, vocab_size, eot (which ends a document),
-# bos (which begins a text, or None), stop (what ends a text that a model writes)
+# bos (which begins a model's text, or None), eos (which ends it), stop (eot and eos)
 
 
 class ByteTokenizer:
     """The 256 byte values, and one more id that ends a text."""
 
-    name, vocab_size, eot, bos, stop = "bytes", 257, 256, None, {256}
+    name, vocab_size, bos, eot, eos, stop = "bytes", 257, None, 256, 256, {256}
 
     def encode(self, text):
         """Token ids as a numpy array. What is not valid Unicode becomes U+FFFD."""
@@ -116,7 +116,7 @@ class ByteTokenizer:
 class GPT2Tokenizer:
     """GPT-2's vocabulary through tiktoken. Text that looks like a control token stays text."""
 
-    name, vocab_size, eot, bos, stop = "gpt2", 50257, 50256, None, {50256}
+    name, vocab_size, bos, eot, eos, stop = "gpt2", 50257, None, 50256, 50256, {50256}
 
     def __init__(self):
         import tiktoken
@@ -239,11 +239,12 @@ class HFTokenizer:
         self.bos, eos = (
             ids.get(tokenizer_setting(path, name)) for name in ("bos_token", "eos_token")
         )
-        ends = [*(ids[end] for end in self.ENDS if end in ids), *([] if eos is None else [eos])]
+        ends = [i for i in (*map(ids.get, self.ENDS), eos) if i is not None]
         if not ends:
             raise ValueError(f"{path} has no end-of-text token; known are {', '.join(self.ENDS)}")
         self.eot, self.vocab_size = ends[0], max(ids.values()) + 1
-        self.stop = {self.eot, self.eot if eos is None else eos}  # each ends what a model writes
+        self.eos = self.eot if eos is None else eos
+        self.stop = {self.eot, self.eos}
         self.special = {
             i for i, t in self.tokenizer.get_added_tokens_decoder().items() if t.special
         }

@@ -153,6 +153,7 @@ class ChatTemplate:
         The assistant says its text and the control token that ends its turn.
         """
         ids, said = [], []
+        words = lambda m, end="": m.get("ids") or self.tokenizer.encode(m["content"] + end)
 
         def add(tokens, says):
             ids.extend(int(i) for i in tokens)
@@ -164,11 +165,7 @@ class ChatTemplate:
                 says = message["role"] == "assistant"
                 add(self.tokenizer.encode(f"### {message['role']}\n"), False)
                 if not is_last:
-                    ending = "" if says else "\n"
-                    add(
-                        message.get("ids") or self.tokenizer.encode(message["content"] + ending),
-                        says,
-                    )
+                    add(words(message, "" if says else "\n"), says)
                     add([self.tokenizer.eot] if says else [], says)
             return ids, said
         marked = [{**m, "content": f"\ue000{i}\ue001"} for i, m in enumerate(messages)]
@@ -178,7 +175,7 @@ class ChatTemplate:
             if i % 2:
                 message = messages[int(piece)]
                 says = message["role"] == "assistant"
-                add(message.get("ids") or self.tokenizer.encode(message["content"]), says)
+                add(words(message), says)
             else:
                 tokens = self.tokenizer.encode(piece, control=True)
                 control = [n for n, t in enumerate(tokens) if int(t) in self.tokenizer.special]

@@ -876,6 +876,20 @@ class Log:
             self.file.flush()
 
 
+def read_log(run):
+    """The records of a run's log.jsonl, but for a line that a kill cut off."""
+    path, records = os.path.join(run, "log.jsonl"), []
+    if not os.path.exists(path):
+        raise ValueError(f"no {path}: plot takes the --out_dir of training runs")
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                records.append(dict(json.loads(line)))
+            except (ValueError, TypeError):
+                continue
+    return records
+
+
 def train(run, log):
     """The loop: step, log, validate and save, until max_iters or a SIGTERM."""
     args, asked_to_stop = run.args, []

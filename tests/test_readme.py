@@ -152,7 +152,8 @@ SMALLER = {
     "loss": "--T=64 --max_windows=1", "needle": "--lengths=128 --trials=1",
     "recall": "--max_iters=2 --eval_windows=2", "compare": f"{TINY} {SHORT} --seeds=1",
 }  # fmt: skip
-NAMES = {"FOLDER_OR_HUB_NAME": "hf", "FOLDER": "notes", "NEW_FOLDER": "back", "TEXT.txt": "notes.txt", "FILES": "notes.txt", "DIR": "out",
+NAMES = {"FOLDER_OR_HUB_NAME": "hf", "FOLDER": "notes", "NEW_FOLDER": "back",
+         "TEXT.txt": "notes.txt", "FILES": "notes.txt", "DIR": "out",
          "CHATS.jsonl": "chats.jsonl", "PROMPTS.jsonl": "prompts.jsonl",
          "FILE.py:function": "reward.py:reward"}  # fmt: skip
 
@@ -188,11 +189,8 @@ def test_the_commands_of_the_readme_run_one_after_the_other(monkeypatch, tokeniz
         for word, own in NAMES.items():
             argv = [re.sub(rf"\b{word}\b", own, x) for x in argv]
         smaller = SMALLER[argv[0] if name == "evaluate" else name].split()
-        from_weights = (
-            "--init_from=" in line or "info" in argv or "weights" in argv or "export" in argv
-        )
-        if from_weights:  # the model's shape is given
-            smaller = [x for x in smaller if x not in TINY.split() and "tokenizer" not in x]
+        if "--init_from=" in line:  # the model's shape is given
+            smaller = [x for x in smaller if x not in TINY.split()]
             smaller += ["--block_size=64"] if name == "train" and "resume" not in line else []
         answers = iter(["hello"])
         monkeypatch.setattr(

@@ -325,7 +325,8 @@ def test_flops_count_the_second_stream_the_window_and_the_last_layer():
 
 @pytest.mark.parametrize("flag,word", [
     ("--full_until=2", "full_until"), ("--T_out=0", "T_out"), ("--T_out=99", "T_out"),
-    ("--fsdp=True", "torchrun"), ("--fsdp", "torchrun"), ("--mode=sft --T_out=4", "--T_out"), ("--dataset=text:x", "number"), ("--dataset=text:-1", "above 0"),
+    ("--fsdp=True", "torchrun"), ("--fsdp", "torchrun"), ("--mode=sft --T_out=4", "--T_out"),
+    ("--dataset=text:x", "number"), ("--dataset=text:-1", "above 0"),
     ("--init_from=nowhere", "folder"), ("--grad_clip=nan", "grad_clip"),
     ("--weight_decay=-1", "weight_decay")])  # fmt: skip
 def test_a_wrong_flag_is_one_line(text, capsys, flag, word):  # noqa: F811
