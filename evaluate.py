@@ -111,11 +111,20 @@ def evaluate_loss(args, device, dtype):
         losses = torch.cat([token_losses(model, x.to(device)) for x in text.split(args.batch_size)])
         mean = losses.double().mean().item()
         parts = [losses[:, a:b].mean().item() for a, b in zip(starts, [*starts[1:], args.T])]
-        rows.append({"attention": kind, "nats": mean, "by position": parts})
+        rows.append({"attention": kind, "nats": mean, "starts": starts, "by position": parts})
         print(f"{kind:12}{mean:>9.4f}{math.exp(mean):>12.3f}"
               f"{mean * losses.numel() / math.log(2) / n_bytes:>11.4f}"
               + "".join(f"{part:>12.4f}" for part in parts), flush=True)  # fmt: skip
     return rows
+
+
+def draw_loss(rows, axes):
+    for row in rows:
+        axes.plot(range(len(row["starts"])), row["by position"], "o-", label=row["attention"])
+    axes.set_xticks(range(len(row["starts"])), [f"{start:,}" for start in row["starts"]])
+    axes.set(xlabel="position in the window, from ... to the next", ylabel="nats a token")
+    axes.grid(alpha=0.3)
+    axes.legend()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -431,7 +440,7 @@ def numbers(text):
 
 OF_MODEL = "out_dir tokenizer attention window sink"
 COMMANDS = {  # what it runs, what draws it, the flags that mean something to it
-    "loss": (evaluate_loss, None, f"{OF_MODEL} T max_windows batch_size glob"),
+    "loss": (evaluate_loss, draw_loss, f"{OF_MODEL} T max_windows batch_size glob"),
     "recall": (evaluate_recall, draw_recall, "variants seeds window sink batch_size"),
     "needle": (evaluate_needle, draw_needle, f"{OF_MODEL} lengths trials glob"),
     "compare": (evaluate_compare, draw_compare, "variants seeds window sink batch_size"),

@@ -87,13 +87,17 @@ def quality_lines():
     for row in asset("recipe-h200")["rows"]:
         yield (f"| {row['variant']} | {row['mean']:.3f} | {row['spread']:.3f} | "
                f"{row['FLOPs over full']:.2f} |")  # fmt: skip
+    for row in asset("recipe-33m-h200")["rows"]:
+        losses = ", ".join(f"{loss:.3f}" for loss in row["losses"])
+        yield f"| {row['variant']} | {losses} | {row['mean']:.3f} | {row['FLOPs over full']:.2f} |"
     convert = asset("convert-h200")
     for row in convert["untrained"]:
         yield f"{row['code']['nats']:.3f}, {row['prose']['nats']:.3f}"
     for row in convert["trained"]:
+        losses = [convert["validation loss at T = 4096"][row["name"]]]
+        losses += [*row["code"]["prefix"].values(), row["prose"]["nats"]]
         found = [f"{sum(shares) / len(shares):.2f}" for shares in row["needle"].values()]
-        yield (f"| {row['code']['nats']:.3f} | {row['prose']['nats']:.3f} | {' / '.join(found)} |")
-    yield from (f"| {loss:.3f} |" for loss in convert["validation loss at T = 4096"].values())
+        yield f"| {' | '.join(f'{x:.3f}' for x in losses)} | {' / '.join(found)} |"
     for name, rows in (("cpu", slice(0, 2)), ("h200", slice(2, 4))):
         digits = 1 if name == "cpu" else 2
         for row in asset(f"harness-{name}")["rows"][rows]:

@@ -153,7 +153,8 @@ def test_an_imported_model_samples_is_evaluated_and_trains_on(capsys):
     assert "Hi" in capsys.readouterr().out
     pathlib.Path("a.txt").write_text("".join(f"line {i}\n" for i in range(900)))
     flags = ["--T=64", "--max_windows=8", "--device=cpu"]
-    call(evaluate.main, "loss", "a.txt", "--out_dir=ours", *flags)
+    call(evaluate.main, "loss", "a.txt", "--out_dir=ours", "--json=l.json", *flags)
+    assert pathlib.Path("l.json").exists() and pathlib.Path("l.png").exists()
     rows = re.findall(r"^(full|swa|orthros) +([\d.]+)", capsys.readouterr().out, re.M)
     full, swa, orthros = (float(nats) for _, nats in rows)
     assert len({full, swa, orthros}) == 3 and all(4 < x < 8 for x in (full, swa, orthros))
