@@ -7,27 +7,28 @@
     python bench.py plot OUT_DIR...        what the log.jsonl of training runs hold, over steps
     python bench.py mask [--window=4 --sink=0]    what sees what: the phases, and layer upon layer
 
-The first three compare orthros, full and swa in one run: the same random weights, warm, synchronised, medians.
-The table is printed, written with its circumstances to OUT_DIR/NAME.json, and drawn to NAME.png.
+The first three compare orthros, full and swa in one run: the same random weights, warm,
+synchronised, medians. The table is printed, written with its circumstances to
+OUT_DIR/NAME.json, and drawn to NAME.png.
 
 Columns
   decoder   graph: the kernels of fast.py, a step in one CUDA graph; eager: the model itself
   T         tokens in the sequence; decode: in the cache, whose capacity is the largest T
   ms        median time of one call: a whole prefill, a training step, one attention
-  limit ms  what the hardware allows: the larger of FLOPs over the rate of a large matrix product and
-            bytes over the rate of a large copy, both measured in this run. FLOPs are those of the
-            work done (two streams, the window, the last layer's few queries); bytes are weights,
-            caches and optimizer state, each moved as rarely as can be
+  limit ms  what the hardware allows: the larger of FLOPs over the rate of a large matrix product
+            and bytes over the rate of a large copy, both measured in this run. FLOPs are those of
+            the work done (two streams, the window, the last layer's few queries); bytes are
+            weights, caches and optimizer state, each moved as rarely as can be
   x full    how many times faster than full attention
   tokens/s  T (times the batch) over the time
   MFU       FLOPs over time over the matrix product's rate
   first s   end to end: seconds from a prompt of the largest T to the first token of the answer
   written/s tokens of all answers over the seconds after that; all/s, over the seconds in all
   MiB       the largest memory used beside weights, and beside the cache in prefill (GPU only)
-  error     relative difference from the masked reference on the same inputs: prefill, the logits when
-            the last tokens are read again over the same cache; train, the gradient of the first
-            layer's keys for the end of one sequence; decode, the logits; kernels, the last rows in
-            float32
+  error     relative difference from the masked reference on the same inputs: prefill, the logits
+            when the last tokens are read again over the same cache; train, the gradient of the
+            first layer's keys for the end of one sequence; decode, the logits; kernels, the last
+            rows in float32
 """
 
 import gc
@@ -189,7 +190,8 @@ def bench_prefill(args, device, dtype, limits):
             flops = forward_flops(model.config, T, 1)
             nbytes = -(-T // args.chunk) * weights + cache.nbytes
             rows.append({"kind": kind, "T": T, "ms": 1e3 * seconds, "tokens/s": T / seconds,
-                         "limit ms": limits.ms(flops, nbytes), "MiB": MiB, "error": error})  # fmt: skip
+                         "limit ms": limits.ms(flops, nbytes), "MiB": MiB,
+                         "error": error})  # fmt: skip
             cache = call = None  # free it before the next one
         model = None
     return rows
@@ -319,8 +321,10 @@ def bench_train(args, device, dtype, limits):
         seconds = median_time(call, device, args.repeats, 3)
         flops = 3 * args.batch_size * forward_flops(model.config, T, T_out)
         nbytes = 8 * 4 * model.num_params()  # AdamW: weight, gradient, 2 moments in; all out again
-        rows.append({"kind": name, "T": T, "ms": 1e3 * seconds, "limit ms": limits.ms(flops, nbytes),
-                     "tokens/s": args.batch_size * T / seconds, "MFU": flops / seconds / limits.flops,
+        rows.append({"kind": name, "T": T, "ms": 1e3 * seconds,
+                     "limit ms": limits.ms(flops, nbytes),
+                     "tokens/s": args.batch_size * T / seconds,
+                     "MFU": flops / seconds / limits.flops,
                      "MiB": peak(device, memory), "error": error})  # fmt: skip
         model = optimizer = forward = weight = None
     return rows
@@ -408,8 +412,9 @@ def plot(runs, out_dir):
     if plt is None:
         return
     panels = {"loss in nats a token": ("loss", "val_loss"), "reward": ("reward",), "KL": ("kl",),
-              "learning rate": ("lr",), "gradient norm": ("grad_norm",), "tokens/s": ("tokens_per_s",),
-              "MFU": ("mfu",), "memory, MiB": ("memory_mib",)}  # fmt: skip
+              "learning rate": ("lr",), "gradient norm": ("grad_norm",),
+              "tokens/s": ("tokens_per_s",), "MFU": ("mfu",),
+              "memory, MiB": ("memory_mib",)}  # fmt: skip
     known = {key for records in logs.values() for r in records for key in r if r[key] is not None}
     panels = {title: keys for title, keys in panels.items() if known.intersection(keys)}
     if not panels:
@@ -474,8 +479,8 @@ def draw_masks(plt, style, window, sink, T=12):
         queries += [f"x'{T - n_out + i + 1}" for i in range(n_out)]
         axes.set_yticks(range(len(rows)), queries, fontsize=6)
         axes.set_title(f"{name}\nT_out = {n_out}", fontsize=9)
-    figure.suptitle(f"base tokens (blue): window {window}, sink {sink}; output tokens (orange): all of "
-                    f"the cache", fontsize=9)  # fmt: skip
+    figure.suptitle(f"base tokens (blue): window {window}, sink {sink}; output tokens (orange): "
+                    f"all of the cache", fontsize=9)  # fmt: skip
     return figure
 
 
@@ -514,15 +519,15 @@ def build_parser():
     add("--chunk", type=int, help="tokens a prefill chunk (default 2048; 32768 on a GPU)")
     add("--batch_size", type=int, help="sequences a training step (default 4; 32 on a GPU), or "
         "decoded at once (default 1)")  # fmt: skip
-    add("--max_new_tokens", type=int, default=128, help="decode: tokens of each answer end to end; 0 "
-        "leaves that out")  # fmt: skip
+    add("--max_new_tokens", type=int, default=128, help="decode: tokens of each answer end to end; "
+        "0 leaves that out")  # fmt: skip
     add("--T_out", type=int, help="output tokens a sequence in training (default all)")
     add("--repeats", type=int, default=5)
     add("--seed", type=int, default=1337)
     add("--device", help="cpu, cuda, mps (default: the best there is)")
     add("--dtype", help="float32, bfloat16, float16 (default: what suits the device)")
-    add("--compile", type=parse_bool, help="compile the training step, what lies between the matrix "
-        "products in prefill, and decode by fast.py (default: on a GPU)")  # fmt: skip
+    add("--compile", type=parse_bool, help="compile the training step, what lies between the "
+        "matrix products in prefill, and decode by fast.py (default: on a GPU)")  # fmt: skip
     add("--backend", help="attention backend: torch, flash or masked")
     add("--out_dir", default="out/bench")
     return parser
@@ -577,8 +582,8 @@ def measure(args, device, dtype):
     if name != "kernels":
         full = {row["T"]: row["ms"] for row in rows if row["kind"] == "full"}
         rows = [row | {"x full": full[row["T"]] / row["ms"] if full else None} for row in rows]
-    title = (f"{name}, {args.preset}, {where}, {str(dtype)[6:]}, torch {torch.__version__}, backend "
-             f"{backend}\nmatrix product {limits.flops / 1e12:.2f} TFLOP/s, copy "
+    title = (f"{name}, {args.preset}, {where}, {str(dtype)[6:]}, torch {torch.__version__}, "
+             f"backend {backend}\nmatrix product {limits.flops / 1e12:.2f} TFLOP/s, copy "
              f"{limits.bytes / 1e9:.0f} GB/s")  # fmt: skip
     print(title)
     show(rows)

@@ -4,8 +4,9 @@
     python evaluate.py recall                        look-ups near and far, by models trained here
     python evaluate.py needle --out_dir=DIR FILE...  a sentence hidden in a long text
     python evaluate.py harness --out_dir=DIR --tasks=paper    EleutherAI's lm-eval (extra eval)
-    python evaluate.py compare --variants='full;orthros;orthros --sink=1' --seeds=1,2 [train.py's flags]
-                                       also gla, gated_deltanet, retnet on a GPU (extra peers)
+    python evaluate.py compare --variants='full;orthros;orthros --sink=1' --seeds=1,2 [...]
+                                       takes train.py's flags; also gla, gated_deltanet, retnet
+                                       on a GPU (extra peers)
 
 A table is printed as it comes; --json keeps it, with a picture beside it (extra plot).
 
@@ -13,10 +14,11 @@ Columns of loss
   nats      mean loss of a token        perplexity   e to that power
   bits/byte the loss per byte of text, the same for every tokenizer
   from ...  mean loss of the tokens from that position of a window on, to the next column's
-Columns of recall: the share of look-ups answered right, by the distance from the question to its answer
+Columns of recall: the share of look-ups answered right, by the distance from the question to
+  its answer
 Rows of needle: the length of the text; columns: how deep the needle lies in it (0 first, 1 last)
-Columns of compare: validation loss in nats (mean and standard deviation over seeds), mean loss of each
-  quarter of the window, tokens/s of training, FLOPs of the run over those of the first variant
+Columns of compare: validation loss in nats (mean and standard deviation over seeds), mean loss of
+  each quarter of the window, tokens/s of training, FLOPs of the run over those of the first variant
 """
 
 import contextlib
@@ -27,6 +29,7 @@ import os
 import shlex
 import statistics
 import sys
+import time
 import zlib
 
 import numpy as np
@@ -43,8 +46,8 @@ from sample import prefill
 
 @torch.no_grad()
 def token_losses(model, idx, chunk=512):
-    """Nats of each next token: idx (B, T + 1) -> (B, T). Read in chunks through a cache, so that the
-    logits of a chunk alone exist; the same as one pass of pre-training."""
+    """Nats of each next token: idx (B, T + 1) -> (B, T). Read in chunks through a cache, so that
+    the logits of a chunk alone exist; the same as one pass of pre-training."""
     cache, losses = KVCache.of(model, idx.size(0), idx.size(1) - 1), []
     for x, y in zip(idx[:, :-1].split(chunk, dim=1), idx[:, 1:].split(chunk, dim=1)):
         logits = model(x, cache=cache)[0].float()
@@ -90,8 +93,8 @@ def load(args, kind, device, dtype):
                          f"{args.out_dir} {model.config.vocab_size}")  # fmt: skip
     longest = {"loss": args.T, "needle": max(args.lengths)}.get(args.command, 0)
     if longest > model.config.block_size:
-        print(f"{longest} tokens are more than the {model.config.block_size} (block_size) that the model "
-              f"was trained on", file=sys.stderr)  # fmt: skip
+        print(f"{longest} tokens are more than the {model.config.block_size} (block_size) that the "
+              f"model was trained on", file=sys.stderr)  # fmt: skip
     return model.to(dtype).eval(), tokenizer
 
 
@@ -102,8 +105,8 @@ def evaluate_loss(args, device, dtype):
         model, tokenizer = load(args, kind, device, dtype)
         if text is None:
             text, n_bytes = windows(tokenizer, args)
-            print(f"{len(text)} windows of {args.T} tokens, {n_bytes / 1e6:.2f} MB of text; {device}, "
-                  f"{str(dtype)[6:]}, backend {choose_backend(args.backend)}, W "
+            print(f"{len(text)} windows of {args.T} tokens, {n_bytes / 1e6:.2f} MB of text; "
+                  f"{device}, {str(dtype)[6:]}, backend {choose_backend(args.backend)}, W "
                   f"{model.config.window}, sink {model.config.sink}")  # fmt: skip
             starts = [0] + [2**i for i in range(8, 20) if 2**i < args.T]
             print(f"{'attention':12}{'nats':>9}{'perplexity':>12}{'bits/byte':>11}"
@@ -178,10 +181,10 @@ def evaluate_recall(args, device, dtype):
         shares = [right[(distances >= a) & (distances < b)].float().mean().item()
                   for a, b in zip(edges, edges[1:])]  # fmt: skip
         if not rows:
-            print(f"{data.pairs} pairs at most in {data.T} tokens, W {c.window}, reach of all windows "
-                  f"{reach}; guessing gets {1 / data.VALUES:.3f}")  # fmt: skip
-            print(f"{'variant':32}"
-                  + "".join(f"{f'{a} to {b - 1}':>12}" for a, b in zip(edges, edges[1:])))  # fmt: skip
+            print(f"{data.pairs} pairs at most in {data.T} tokens, W {c.window}, reach of all "
+                  f"windows {reach}; guessing gets {1 / data.VALUES:.3f}")  # fmt: skip
+            spans = [f"{a} to {b - 1}" for a, b in zip(edges, edges[1:])]
+            print(f"{'variant':32}" + "".join(f"{span:>12}" for span in spans))
         rows.append({"variant": variant, "edges": edges, "right": shares})
         print(f"{variant:32}" + "".join(f"{share:>12.3f}" for share in shares), flush=True)
     return rows
@@ -285,7 +288,7 @@ def loss_by_quarter(run):
         for i, (part, targets) in enumerate(zip(losses.chunk(4, dim=1), y.cpu().chunk(4, dim=1))):
             totals[i] += part.sum()
             counts[i] += (targets >= 0).sum()
-    return (totals / counts).tolist()  # nan where there is nothing to predict
+    return (totals / counts).tolist()  # nan where nothing is to be predicted
 
 
 def evaluate_compare(args, device, dtype):
@@ -304,25 +307,32 @@ def evaluate_compare(args, device, dtype):
         cost = [row["flops"] / rows[0]["flops"]] if row["flops"] and rows[0]["flops"] else []
         print(f"{variant:32}{row['mean']:>10.4f}"
               + (f"{row['spread']:>8.4f}" if row["spread"] is not None else f"{'':8}")
-              + "".join(f"{q:>8.4f}" for q in row["quarters"])
-              + f"{row['tokens_per_s'] or 0:>11,.0f}" + "".join(f"{x:>7.2f}" for x in cost), flush=True)  # fmt: skip
+              + "".join(f"{'' if q is None else f'{q:.4f}':>8}" for q in row["quarters"])
+              + f"{row['tokens_per_s'] or 0:>11,.0f}" + "".join(f"{x:>7.2f}" for x in cost)
+              + "".join(f"  accuracy {x:.3f}" for x in row["accuracy"]), flush=True)  # fmt: skip
     return rows
 
 
 def over_seeds(variant, args):
     """What a variant reaches, trained once for each seed."""
-    losses, quarters, speeds, run = [], [], [], None
+    losses, quarters, accuracy, speeds, run = [], [], [], [], None
+    began = time.perf_counter()
     for seed in args.seeds:
         run = None  # free the one before
         run, records = trained(variant, args.rest, seed)
         losses.append([r["val_loss"] for r in records if "val_loss" in r][-1])
         quarters.append(loss_by_quarter(run))
         speeds += [r["tokens_per_s"] for r in records if "tokens_per_s" in r][1:]
+        if run.args.dataset == "recall":
+            batches = run.args.batch_size, run.args.eval_windows
+            accuracy.append(train.evaluate(run.model, run.data, *batches, run.device, True))
     return {"variant": variant, "seeds": args.seeds, "losses": losses,
             "flops": None if isinstance(run, PeerRun) else run.flops,  # of kernels not counted here
             "parameters": run.model.num_params(), "mean": statistics.mean(losses),
-            "quarters": np.mean(quarters, axis=0).tolist(),
+            "quarters": [None if math.isnan(q) else q for q in np.mean(quarters, axis=0)],
+            "accuracy": accuracy,
             "spread": statistics.stdev(losses) if len(losses) > 1 else None,
+            "seconds": (time.perf_counter() - began) / len(losses),
             "tokens_per_s": statistics.median(speeds) if speeds else None}  # fmt: skip
 
 
@@ -472,8 +482,8 @@ def build_parser():
     add("--include_path", help="harness: a folder of more tasks")
     add("--lengths", type=numbers, default=[1024, 4096], help="needle: tokens (default 1024,4096)")
     add("--trials", type=int, default=8, help="needle: needles a cell (default 8)")
-    add("--variants", help="recall, compare: an attention and flags of train.py each, with ; between "
-        f"(default '{RECALL_VARIANTS}'; compare '{VARIANTS}')")  # fmt: skip
+    add("--variants", help="recall, compare: an attention and flags of train.py each, with ; "
+        f"between (default '{RECALL_VARIANTS}'; compare '{VARIANTS}')")  # fmt: skip
     add("--seeds", type=numbers, default=[1337], help="compare: separated by commas")
     add("--glob", default="*.txt", help="which files of a folder (default *.txt)")
     add("--json", help="file to keep the table in")

@@ -30,7 +30,7 @@ except ImportError:  # no GPU, or a platform without Triton: the plain functions
 def flash4(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, left: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """flash-attn-4: y (B, Tq, H, D), lse (B, H, Tq). left: keys seen before a query's own, or -1."""
+    """flash-attn-4: y (B, Tq, H, D), lse (B, H, Tq). left: keys before a query's own, or -1."""
     reach = (left, 0) if left >= 0 else (None, None)
     y, lse, *_ = load_flash()[4](q, k, v, causal=True, window_size=reach, return_lse=True)
     return y, lse
@@ -208,7 +208,7 @@ class FastStep:
 
     @torch.no_grad()
     def run(self):
-        """The step itself: forward for one position. Row b * R + r of `h` is row r of sequence b."""
+        """The step: forward for one position. Row b * R + r of `h` is row r of sequence b."""
         model, c, B, R = self.model, self.model.config, self.B, self.R
         rope = rope_angles(c, self.length)
         h = model.wte(self.ids).repeat_interleave(R, dim=0)  # (B * R, C)
@@ -230,7 +230,7 @@ class FastStep:
 def linear(x, weights, add=None, gated=False):
     """x (n, K) times each of up to three weights (N, K), side by side: (n, sum of N).
 
-    add: what is added after. gated: silu(x W1^T) * (x W2^T). Beyond 16 rows PyTorch's own is as fast.
+    add: what is added after. gated: silu(x W1^T) * (x W2^T). Beyond 16 rows PyTorch's is as fast.
     """
     (n, K), first = x.shape, weights[0]
     if n > 16:
@@ -403,7 +403,7 @@ if triton:
 
     @triton.jit
     def load_cached(x, at, inside):
-        """A tile of keys or values as the arithmetic wants it. An 8-bit cache would be scaled here."""
+        """A tile of keys or values for the arithmetic. An 8-bit cache would be scaled here."""
         return tl.load(x + at, inside, 0)
 
     @triton.jit

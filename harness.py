@@ -95,7 +95,7 @@ class Harness(TemplateLM):
         return results
 
     def alike(self, order, pairs):
-        """Batches of neighbours in length, closed before T_out would be much more than an answer."""
+        """Batches of neighbours in length, closed before T_out would far exceed an answer."""
         part = []
         for i in order:
             rows = [pairs[j] for j in [*part, i]]
@@ -111,8 +111,8 @@ class Harness(TemplateLM):
 
     @torch.no_grad()
     def score(self, pairs, shared=0):
-        """[(context, continuation)] -> [(sum of log P, is it greedy)]. shared: tokens that all begin
-        with, which are read once. Rows are padded on the right, where nothing looks."""
+        """[(context, continuation)] -> [(sum of log P, is it greedy)]. shared: tokens that all
+        begin with, which are read once. Rows are padded on the right, where nothing looks."""
         rows = [(context + continuation)[:-1] for context, continuation in pairs]
         T = max(map(len, rows))
         T_out = T - min(len(context) - 1 for context, _ in pairs)
@@ -225,9 +225,9 @@ def evaluate(model, tokenizer, args):
         wanted = ", ".join(sorted(set().union(*(data_of(manager, name) for name in names))))
         home = os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
         raise ValueError(
-            f"the data of {args.tasks} is not here and cannot be fetched ({brief(error)}). Wanted are "
-            f"{wanted}. The harness looks in {home}/hub and {home}/datasets: fill them on a machine "
-            f"with a network (lm_eval downloads what a task names), or set HF_HOME"
+            f"the data of {args.tasks} is not here and cannot be fetched ({brief(error)}). Wanted "
+            f"are {wanted}. The harness looks in {home}/hub and {home}/datasets: fill them on a "
+            f"machine with a network (lm_eval downloads what a task names), or set HF_HOME"
         ) from error
     print(make_table(results))
     return json.loads(json.dumps(results, default=handle_non_serializable)), ours.seconds

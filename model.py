@@ -3,7 +3,7 @@
 A Transformer pays T x T attention to *read* a prompt, although reading predicts nothing. Orthros
 splits every sequence into two streams that run through the same layers and the same weights:
 
-  base tokens    every position x_1..x_T. Sliding-window attention. They alone write keys and values.
+  base tokens    every position x_1..x_T. Sliding-window attention. Only they write keys and values.
   output tokens  copies x'_t of the positions that predict a next token. They see the whole cache.
 
      base     x1   x2   x3   x4   x5   x6          window W = 3:  x6 sees x4 x5 x6
@@ -290,8 +290,8 @@ def sdpa_grouped(q, k, v, mask=None):
 def sdpa_blocked(q, k, v, window, sink):
     """Sliding window in linear time: blocks of b queries, each with its own window - 1 + b keys.
 
-    Key columns of a block: the sink keys, the keys before the block, the block's own. Counted so that
-    the block's own start at 0, row a sees column c of the last two parts when a - window < c <= a.
+    Key columns of a block: the sink keys, the keys before the block, the block's own. Counted so
+    that the block's own start at 0, row a sees column c of the last two when a - window < c <= a.
     """
     B, Tq, H, D = q.shape
     b = min(window, Tq)
@@ -468,7 +468,7 @@ class KVCache:
             )
 
     def append(self, layer, k, v):
-        """Write k, v (B, T, Hk, D) behind one layer's filled part; return that whole part, (B, S, ...).
+        """Write k, v (B, T, Hk, D) behind one layer's filled part; return all of it, (B, S, Hk, D).
 
         The length moves once per call of the model, after its last layer.
         """
@@ -504,9 +504,10 @@ class OrthrosAttention(nn.Module):
             self.register_parameter(f"beta_{stream}", nn.Parameter(torch.zeros(H, D)))
 
     def project(self, h, T, T_out, rope):
-        """h (B, N, C) -> queries base (B, N - n_out, H, D) and out (B, n_out, H, D); k, v (B, T, Hk, D).
+        """h (B, N, C) -> queries base (B, N - n_out, H, D), out (B, n_out, H, D); keys and values.
 
-        Only rows that ask have a query: in the last layer, the T_out that predict.
+        k, v are (B, T, Hk, D). Only rows that ask have a query: in the last layer, the T_out that
+        predict.
         """
         B, N, _ = h.shape
         cos, sin = rope
@@ -637,8 +638,8 @@ class GPT(nn.Module):
     @staticmethod
     def _init_weights(module):
         if isinstance(module, nn.Linear | nn.Embedding):
-            # n_in ** -0.5 keeps the scale of what flows. GPT-2's 0.02 is about this at its width, but
-            # far too little for the small models here: with it they do not learn look-ups in time
+            # n_in ** -0.5 keeps the scale of what flows. GPT-2's 0.02 is about this at its width,
+            # but far too little for the small models here: with it they learn no look-ups in time
             nn.init.normal_(module.weight, std=module.weight.size(1) ** -0.5)
 
     def forward(self, idx, targets=None, T_out=None, cache=None):

@@ -1,14 +1,14 @@
 """From text to token shards.
 
     python prepare.py stdlib                        Python's own standard library, no download
-    python prepare.py PATH... --name=NAME           your own files and folders, - for standard input:
+    python prepare.py PATH... --name=NAME           your files and folders, - for standard input:
         [--glob='*.md'] [--field=text]              text, .jsonl, .json, .parquet, and .gz of those
     python prepare.py openwebtext | fineweb-edu     from the Hugging Face hub, tokenized here
     python prepare.py hf REPO --files='*.parquet'   any other data set of the hub
     python prepare.py fineweb10B                    shards that are tokens already
     python prepare.py info NAME                     what a dataset holds, every shard checked
-    python prepare.py weights MODEL --out_dir=DIR   a Llama or Qwen 3 model of the hub, or its folder,
-        [--window=512] [--sink=1]                   as a checkpoint of ours
+    python prepare.py weights MODEL --out_dir=DIR   a Llama or Qwen 3 model of the hub, or its
+        [--window=512] [--sink=1]                   folder, as a checkpoint of ours
     python prepare.py export DIR FOLDER             and back
 
 A dataset is a folder data/NAME of shards train_000000.bin..., val_000000.bin... and a meta.json.
@@ -96,8 +96,8 @@ def run_cli(main):
 
 
 # ------------------------------------------------------------------------------------------------
-# Tokenizers: encode(text) -> ids, decode_bytes(ids) -> bytes, vocab_size, eot (which ends a document),
-# bos (which begins a model's text, or None), eos (which ends it), stop (eot and eos)
+# Tokenizers: encode(text) -> ids, decode_bytes(ids) -> bytes, vocab_size, eot (which ends a
+# document), bos (which begins a model's text, or None), eos (which ends it), stop (eot and eos)
 
 
 class ByteTokenizer:
@@ -220,8 +220,8 @@ def word_starts(chars, classes):
 
 
 class HFTokenizer:
-    """A Hugging Face tokenizer.json. Its end of text is the first of ENDS that it knows; what begins
-    and ends the model's own texts stands in tokenizer_config.json beside it, if that is there."""
+    """A Hugging Face tokenizer.json. Its end of text is the first of ENDS that it knows; what
+    begins and ends the model's own texts stands in tokenizer_config.json, if that is beside it."""
 
     ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
@@ -293,7 +293,7 @@ def load_tokenizer(name):
         return TOKENIZERS[name]()
     if not os.path.isfile(name):
         raise ValueError(
-            f"tokenizer must be {', '.join(TOKENIZERS)} or a tokenizer.json, and '{name}' is no file"
+            f"tokenizer must be {', '.join(TOKENIZERS)} or a tokenizer.json; '{name}' is no file"
         )
     return HFTokenizer(name)
 
@@ -480,7 +480,7 @@ BATCH = 2**22  # characters a thread tokenizes at a time: more words are equal, 
 
 
 def read_documents(path, field, skip_bad):
-    """Parts of all documents of one file, by what its name ends in. Empty documents are left out."""
+    """Parts of all documents of one file, by what its name ends in. Empty ones are left out."""
     path = str(path)
     packed = path.lower().endswith(".gz")
     kind = os.path.splitext(path[:-3] if packed else path)[1].lower()
@@ -698,29 +698,12 @@ def prepare(name, files, tokenizer, source, val_fraction, field="text", skip_bad
                 val_fraction, field, max_tokens, shard_tokens]  # fmt: skip
     state = load_progress(folder, settings, "-" not in [n for n, _, _ in files])
     check_space(files, tokenizer, dtype, max_tokens, state)
-    shards = Shards(folder, dtype, settings, state)
-    encode = getattr(tokenizer, "encode_documents", functools.partial(encode_documents, tokenizer))
-    total, workers = sum(size for _, size, _ in files), min(os.cpu_count(), 8)
-    sys.setswitchinterval(1e-4)  # threads that use numpy give each other the interpreter often
+    shards, work = Shards(folder, dtype, settings, state), []
+    if shards.total() != max_tokens:  # else it was killed after its last shard
+        work = batches(files, state, val_fraction, field, skip_bad)
+    total = sum(size for _, size, _ in files)
     try:
-        with (
-            ThreadPoolExecutor(workers) as pool,
-            tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", disable=None) as bar,
-        ):
-            work, place = batches(files, state, val_fraction, field, skip_bad), {}
-            if shards.total() == max_tokens:  # killed after its last shard
-                work = []
-            for ids, place in in_order(pool, encode, work, workers + 1):
-                room = (max_tokens or math.inf) - shards.total()
-                for split in ("train", "val"):
-                    shards.add(split, ids[split][: min(room, len(ids[split]))])
-                    room -= min(room, len(ids[split]))
-                bar.update(place.pop("bytes") - bar.n)
-                bar.set_postfix_str(f"{place['documents']:,} documents, {shards.total():,} tokens")
-                if room == 0:
-                    break
-                if max(shards.n_waiting.values()) >= shard_tokens:
-                    shards.flush(place)
+        place = fill(shards, tokenizer, work, total, max_tokens, shard_tokens)
         if place:
             shards.serve_both_splits(val_fraction)
             shards.flush(place)
@@ -732,6 +715,30 @@ def prepare(name, files, tokenizer, source, val_fraction, field="text", skip_bad
         if state["shards"] == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def fill(shards, tokenizer, work, total, max_tokens, shard_tokens):
+    """Tokenize batches of documents, `total` bytes in all, into shards, up to max_tokens.
+    Returns the place in the input behind the last batch, {} if there was none."""
+    encode = getattr(tokenizer, "encode_documents", functools.partial(encode_documents, tokenizer))
+    workers, place = min(os.cpu_count(), 8), {}
+    sys.setswitchinterval(1e-4)  # threads that use numpy give each other the interpreter often
+    with (
+        ThreadPoolExecutor(workers) as pool,
+        tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", disable=None) as bar,
+    ):
+        for ids, place in in_order(pool, encode, work, workers + 1):
+            room = (max_tokens or math.inf) - shards.total()
+            for split in ("train", "val"):
+                shards.add(split, ids[split][: min(room, len(ids[split]))])
+                room -= min(room, len(ids[split]))
+            bar.update(place.pop("bytes") - bar.n)
+            bar.set_postfix_str(f"{place['documents']:,} documents, {shards.total():,} tokens")
+            if room == 0:
+                break
+            if max(shards.n_waiting.values()) >= shard_tokens:
+                shards.flush(place)
+    return place
 
 
 class Shards:
@@ -801,8 +808,8 @@ def load_progress(folder, settings, can_go_on):
             same = False
         if not same:
             raise ValueError(
-                f"{folder} is of an interrupted run with other flags or files: repeat that command, or "
-                f"remove the folder"
+                f"{folder} is of an interrupted run with other flags or files: repeat that "
+                f"command, or remove the folder"
             )
         print(f"going on after {saved['state']['documents']:,} documents of {folder}")
         return saved["state"]
@@ -822,8 +829,8 @@ def check_space(files, tokenizer, dtype, max_tokens, state):
     print(f"{len(files):,} files, {read / 1e6:,.1f} MB; the shards will take about "
           f"{need / 1e6:,.1f} MB; {free / 1e9:,.1f} GB are free")  # fmt: skip
     if need > free and not state["shards"]:
-        raise ValueError(f"about {need / 1e9:,.1f} GB are needed in {DATA_DIR}, {free / 1e9:,.1f} GB "
-                         f"are free; take a part with --max_tokens or --num_shards")  # fmt: skip
+        raise ValueError(f"about {need / 1e9:,.1f} GB are needed in {DATA_DIR}, {free / 1e9:,.1f} "
+                         f"GB are free; take a part with --max_tokens or --num_shards")  # fmt: skip
 
 
 def batches(files, state, val_fraction, field, skip_bad):
@@ -961,8 +968,8 @@ def info(name, show=3):
 def build_parser():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("source", nargs="+", help="stdlib, openwebtext, fineweb-edu, fineweb10B, hf REPO, info NAME, "
-        "or files and folders (./stdlib for a folder of that name)")  # fmt: skip
+    add("source", nargs="+", help="stdlib, openwebtext, fineweb-edu, fineweb10B, hf REPO, info "
+        "NAME, or files and folders (./stdlib for a folder of that name)")  # fmt: skip
     add("--name", help="the dataset becomes data/NAME (default for the hub: the data set's)")
     add("--glob", default="*.txt", help="which files of a folder (default *.txt)")
     add("--files", default="*.parquet", help="which files of hf REPO (default *.parquet)")

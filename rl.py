@@ -3,10 +3,11 @@
     python rl.py --warmup_iters=300 --out_dir=out-rl      sums of two digits, from nothing, on a CPU
     python rl.py --init_from=DIR --dataset=PROMPTS.jsonl --reward=FILE.py:function
 
-A step: G rollouts of each prompt, decoded in pairs; a reward for each; the advantage of a rollout is
-its reward less its group's mean, over the group's deviation; then the policy is moved where advantages
-are positive, with T_out = the response. The log-probabilities that decoding returns are those that
-training computes (the test that says so is in tests/test_chat.py), so the first ratio is 1.
+A step: G rollouts of each prompt, decoded in pairs; a reward for each; the advantage of a rollout
+is its reward less its group's mean, over the group's deviation; then the policy is moved where
+advantages are positive, with T_out = the response. The log-probabilities that decoding returns are
+those that training computes (the test that says so is in tests/test_chat.py), so the first ratio
+is 1.
 
     L = -mean_t min(r_t A, clip(r_t, 1 - e, 1 + e) A) + beta KL,   r_t = p(y_t) / p_rollout(y_t)
 
@@ -186,26 +187,28 @@ def optimise(model, tokenizer, prompts, reward, args, device):
                     )
             if advantages.any() or reference is not None:  # else there is nothing to learn from it
                 groups.append((ids, old, known, advantages, counts))
-        total = sum(group[-1].sum() for group in groups)
         penalty = 0.0
         for _ in range(args.updates if groups else 0):
-            for ids, old, known, advantages, counts in groups:
-                logprobs = response_logprobs(
-                    model, ids, old.size(1), args.temperature, tokenizer.vocab_size
-                )
-                loss, part = policy_loss(
-                    logprobs, old, known, advantages, counts, args.clip, args.kl
-                )
-                (loss / total).backward()
-                penalty += part.item() / (total.item() * args.updates)
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            if not torch.isfinite(norm):
-                raise ValueError(
-                    f"the gradient was not finite at step {step}; lower --learning_rate"
-                )
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            penalty += update(model, tokenizer, optimizer, groups, args, step) / args.updates
         yield {"step": step, "reward": torch.cat(rewards).mean().item(), "kl": penalty}
+
+
+def update(model, tokenizer, optimizer, groups, args, step):
+    """Move the policy once by all groups of a step. Returns the mean penalty of a token."""
+    total, penalty = sum(group[-1].sum() for group in groups), 0.0
+    for ids, old, known, advantages, counts in groups:
+        logprobs = response_logprobs(
+            model, ids, old.size(1), args.temperature, tokenizer.vocab_size
+        )
+        loss, part = policy_loss(logprobs, old, known, advantages, counts, args.clip, args.kl)
+        (loss / total).backward()
+        penalty += part.item() / total.item()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if not torch.isfinite(norm):
+        raise ValueError(f"the gradient was not finite at step {step}; lower --learning_rate")
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return penalty
 
 
 def build_parser():

@@ -79,12 +79,7 @@ def generate(
         raise ValueError("the prompt is empty; start from the tokenizer's end-of-text id")
     if max_new_tokens < 1 or prefill_chunk < 1:
         raise ValueError("max_new_tokens and prefill_chunk must be at least 1")
-    if not temperature >= 0:
-        raise ValueError(f"temperature must be 0 (greedy) or more, not {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1, not {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}")
+    check_sampling(temperature, top_k, top_p)
     needed = T + max_new_tokens - 1
     if cache is None:
         cache = KVCache.of(model, B, needed)
@@ -115,6 +110,15 @@ def generate(
                 return
 
     return run()
+
+
+def check_sampling(temperature, top_k, top_p):
+    if not temperature >= 0:  # nan is refused too
+        raise ValueError(f"temperature must be 0 (greedy) or more, not {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1, not {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}")
 
 
 class ChatTemplate:
@@ -215,7 +219,8 @@ def chat(args, model, tokenizer, device, dtype):
         messages.append({"role": "assistant", "content": content, "ids": text})
         if args.stats:
             print(f"{new.size(1)} new tokens read, {len(reply)} written in "
-                  f"{time.perf_counter() - began:.1f} s, {cache.length} in the cache", file=sys.stderr)  # fmt: skip
+                  f"{time.perf_counter() - began:.1f} s, {cache.length} in the cache",
+                  file=sys.stderr)  # fmt: skip
 
 
 def fast_step(args, model, cache):
@@ -253,7 +258,7 @@ def write_stream(tokenizer, steps, out=None, stop=()):
 
 
 def write_samples(args, model, tokenizer, device, dtype):
-    """Prompt and continuation, num_samples times over one cache, with times if they are asked for."""
+    """Prompt and continuation, num_samples times over one cache, with times if asked for."""
     stop = [*tokenizer.stop, *(stop_id(text, tokenizer) for text in args.stop)]
     prompt = [int(i) for i in tokenizer.encode(args.prompt)] or [tokenizer.eot]
     generator = torch.Generator(device).manual_seed(args.seed)
@@ -280,8 +285,9 @@ def write_samples(args, model, tokenizer, device, dtype):
         if args.stats:
             rate = (n - 1) / (times[-1] - times[1]) if n > 1 else float("nan")
             print(
-                f"{len(prompt)} prompt tokens, first token after {1e3 * (times[1] - times[0]):.1f} ms; "
-                f"{n} tokens at {rate:.1f} tokens/s; cache {cache.nbytes:,} bytes",
+                f"{len(prompt)} prompt tokens, first token after "
+                f"{1e3 * (times[1] - times[0]):.1f} ms; {n} tokens at {rate:.1f} tokens/s; "
+                f"cache {cache.nbytes:,} bytes",
                 file=sys.stderr,
             )
 

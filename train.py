@@ -56,13 +56,17 @@ from sample import ChatTemplate, generate, write_stream
 
 # What suits a preset or a dataset; flags on the command line override it.
 RECIPES = {
-    "laptop": dict(batch_size=4, max_iters=700, learning_rate=3e-3, warmup_iters=50, eval_interval=350),
+    "laptop": dict(
+        batch_size=4, max_iters=700, learning_rate=3e-3, warmup_iters=50, eval_interval=350,
+    ),
     "recall": dict(
         n_layer=2, n_head=2, n_embd=64, block_size=48, window=8, batch_size=64, max_iters=700,
         learning_rate=3e-3, warmup_iters=50, eval_interval=350, log_interval=50,
     ),
     "gpt2": dict(batch_size=32, gradient_accumulation_steps=16, eval_interval=1000),
-    "160m": dict(batch_size=16, gradient_accumulation_steps=16, max_iters=19000, learning_rate=6e-4),
+    "160m": dict(
+        batch_size=16, gradient_accumulation_steps=16, max_iters=19000, learning_rate=6e-4,
+    ),
     "1.3b": dict(
         batch_size=8, gradient_accumulation_steps=64, max_iters=95000, learning_rate=2e-4,
         warmup_iters=2000,
@@ -85,9 +89,9 @@ RECIPES = {
 # Dense bf16 TFLOP/s by the makers' data sheets (fp16 where there is no bf16); the first name whose
 # words are in the GPU's counts.
 PEAK_TFLOPS = {
-    "B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
-    "A100": 312, "A10G": 70, "A10": 125, "A40": 150, "L40S": 362, "L40": 181, "L4": 121,
-    "RTX 4090": 165, "RTX 3090": 71, "RTX A6000": 155, "V100": 125, "T4": 65,
+    "B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835,
+    "H100": 989, "A100": 312, "A10G": 70, "A10": 125, "A40": 150, "L40S": 362, "L40": 181,
+    "L4": 121, "RTX 4090": 165, "RTX 3090": 71, "RTX A6000": 155, "V100": 125, "T4": 65,
 }  # fmt: skip
 
 
@@ -126,8 +130,8 @@ class TextData:
         for name, meta in zip(self.names, metas):
             if len({tokenizer_identity(m["tokenizer"]) for m in (meta, metas[0])}) > 1:
                 raise ValueError(
-                    f"{name} was made with the tokenizer {meta['tokenizer']}, but {self.names[0]} with "
-                    f"{metas[0]['tokenizer']}: they cannot be mixed"
+                    f"{name} was made with the tokenizer {meta['tokenizer']}, but {self.names[0]} "
+                    f"with {metas[0]['tokenizer']}: they cannot be mixed"
                 )
         self.shards, self.ends = {}, {}
         for split in ("train", "val"):
@@ -136,8 +140,9 @@ class TextData:
             for name, ends in zip(self.names, self.ends[split]):
                 if ends[-1] < T + 1:
                     raise ValueError(
-                        f"{DATA_DIR}/{name}: the {split} split has {ends[-1]} tokens, but one block "
-                        f"needs block_size + 1 = {T + 1}; lower --block_size or prepare more text"
+                        f"{DATA_DIR}/{name}: the {split} split has {ends[-1]} tokens, but one "
+                        f"block needs block_size + 1 = {T + 1}; lower --block_size or prepare more "
+                        f"text"
                     )
 
     def window(self, split, which, start):
@@ -198,7 +203,7 @@ class RecallData:
         if self.pairs < 2:
             raise ValueError(
                 f"recall needs block_size >= {self.gap + 6}: the gap outreaches n_layer = "
-                f"{config.n_layer} windows of {config.window}, and pairs and look-ups stand around it"
+                f"{config.n_layer} windows of {config.window}, and pairs and look-ups go around it"
             )
 
     def episodes(self, rng, sizes, starts=0):
@@ -275,8 +280,9 @@ class ChatData:
             for message in messages:
                 role = message.get("role") if isinstance(message, dict) else None
                 if role not in ChatTemplate.ROLES or not isinstance(message.get("content"), str):
-                    raise ValueError(f"{where}: a message needs content, and a role of "
-                                     f"{', '.join(ChatTemplate.ROLES)}; not {str(message)[:80]}")  # fmt: skip
+                    roles = ", ".join(ChatTemplate.ROLES)
+                    raise ValueError(f"{where}: a message needs content, and a role of {roles}; "
+                                     f"not {str(message)[:80]}")  # fmt: skip
             messages = [{name: m[name] for name in ("role", "content")} for m in messages]
             try:
                 ids, said = self.template.encode(messages)
@@ -287,8 +293,8 @@ class ChatData:
             empty = not any(m["content"] for m in messages if m["role"] == "assistant")
             return ids, [s and not empty for s in said]
         if not all(isinstance(fields.get(name), str) for name in ("prompt", "response")):
-            raise ValueError(f"{where}: a line is {{\"prompt\", \"response\"}} or {{\"messages\"}}, "
-                             f"with {', '.join(fields) or 'nothing'} found")  # fmt: skip
+            raise ValueError(f"{where}: a line is {{\"prompt\", \"response\"}} or {{\"messages\"}}"
+                             f", with {', '.join(fields) or 'nothing'} found")  # fmt: skip
         prompt = tokenizer.encode(fields["prompt"]).tolist() or [tokenizer.eot]
         response = tokenizer.encode(fields["response"]).tolist()
         response = response + [tokenizer.eot] if response else []
@@ -459,8 +465,8 @@ def build_parser():
     add("--eval_windows", type=int, default=128, help="validation sequences, always the same")
     add("--log_interval", type=int, default=10)
     add("--T_out", type=int, help="predict at the last N positions of a window only (default all)")
-    add("--overlong", default="cut", choices=("cut", "drop"), help="fine-tuning examples longer than "
-        "block_size: cut the prompt's beginning, or drop (default cut)")  # fmt: skip
+    add("--overlong", default="cut", choices=("cut", "drop"), help="fine-tuning examples longer "
+        "than block_size: cut the prompt's beginning, or drop (default cut)")  # fmt: skip
     add("--full_until", type=float, default=0.0, help="share of the steps trained with full "
         "attention before it becomes --attention; 0 is the paper")  # fmt: skip
     run = parser.add_argument_group("machine")
@@ -488,7 +494,7 @@ MACHINE = ("out_dir", "init_from", "device", "compile", "backend", "fsdp",
 
 
 def parse_args(argv=None):
-    """Flags, over the checkpoint's on resume, over the preset's or dataset's recipe, over defaults."""
+    """Flags over the resumed checkpoint's, over the preset's or dataset's recipe, over defaults."""
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.preset not in PRESETS:
@@ -504,8 +510,8 @@ def parse_args(argv=None):
         args = parser.parse_args(argv)
         changed = [k for k, v in saved.items() if k not in MACHINE and getattr(args, k) != v]
         if "preset" in changed:
-            raise ValueError(f"the run in {args.out_dir} has the shape of {saved['preset']} for good; "
-                             f"--preset={args.preset} is for a new one")  # fmt: skip
+            raise ValueError(f"the run in {args.out_dir} has the shape of {saved['preset']} for "
+                             f"good; --preset={args.preset} is for a new one")  # fmt: skip
         if changed and os.environ.get("RANK", "0") == "0":
             changes = ", ".join(f"{k} {saved[k]} -> {getattr(args, k)}" for k in changed)
             print(f"not the run it was: {changes}")
@@ -520,6 +526,12 @@ def parse_args(argv=None):
         args = parser.parse_args(argv)
     else:
         raise ValueError(f"--init_from must be scratch, resume or a folder, not '{args.init_from}'")
+    check_flags(args)
+    return args
+
+
+def check_flags(args):
+    """A ValueError that names the flag whose value cannot be meant."""
     for name in ("batch_size", "gradient_accumulation_steps", "max_iters", "eval_interval",
                  "eval_windows", "log_interval"):  # fmt: skip
         if getattr(args, name) < 1:
@@ -537,7 +549,6 @@ def parse_args(argv=None):
         raise ValueError(
             f"--T_out must be from 1 to block_size {args.block_size}, not {args.T_out}"
         )
-    return args
 
 
 def open_data(args):
@@ -766,8 +777,8 @@ class Run:
         if first >= 0:
             kept = "none was saved" if self.saved is None else f"the last is of step {self.saved}"
             raise ValueError(
-                f"the loss or its gradient was not finite at step {int(first)}; the checkpoint is kept "
-                f"({kept}); lower --learning_rate or raise --warmup_iters"
+                f"the loss or its gradient was not finite at step {int(first)}; the checkpoint is "
+                f"kept ({kept}); lower --learning_rate or raise --warmup_iters"
             )
 
     def save(self):
@@ -807,9 +818,9 @@ def show_saving(data, config, args):
         x, y = data.collate(examples[k : k + B])
         short += len(x) * forward_flops(config, x.size(1), y.size(1))
         whole += len(x) * forward_flops(config, x.size(1), x.size(1))
-    print(f"{len(examples)} examples, {len(data.examples['val'])} to validate, {data.skipped} skipped "
-          f"(no response, or too long); T_out = response takes {short / whole:.0%} of the FLOPs of "
-          f"T_out = T")  # fmt: skip
+    print(f"{len(examples)} examples, {len(data.examples['val'])} to validate, {data.skipped} "
+          f"skipped (no response, or too long); T_out = response takes {short / whole:.0%} of the "
+          f"FLOPs of T_out = T")  # fmt: skip
 
 
 def peak_flops(args, device):
@@ -948,7 +959,7 @@ def validate(run, log):
     run.check_finite()
     if not math.isfinite(val_loss):
         raise ValueError(
-            f"the validation loss is {val_loss} at step {run.step}; the checkpoint before it is kept"
+            f"the validation loss is {val_loss} at step {run.step}; the checkpoint before is kept"
         )
     run.best_val_loss = min(run.best_val_loss, val_loss)
     log.say(f"val loss {val_loss:.4f}")
@@ -979,8 +990,8 @@ def main(argv=None):
         train(run, log)
     except KeyboardInterrupt:
         flags = f"--init_from=resume --out_dir={args.out_dir}"
-        state = "no checkpoint was saved yet" if run.saved is None else \
-            f"{args.out_dir}/ckpt.pt holds step {run.saved}; go on with: train.py {flags}"  # fmt: skip
+        state = f"{args.out_dir}/ckpt.pt holds step {run.saved}; go on with: train.py {flags}"
+        state = "no checkpoint was saved yet" if run.saved is None else state
         print(f"\nstopped at step {run.step}: {state}", file=sys.stderr)
         sys.exit(130)
     finally:

@@ -1,7 +1,7 @@
 """Open checkpoints in and out: Hugging Face folders of Llama and Qwen 3 models.
 
-Called by prepare.py (weights, export). Both architectures are GPT with other names: half-split RoPE,
-RMSNorm, SwiGLU, grouped heads; Qwen 3 adds QK-norm. Weights are moved, never computed with.
+Called by prepare.py (weights, export). Both architectures are GPT with other names: half-split
+RoPE, RMSNorm, SwiGLU, grouped heads; Qwen 3 adds QK-norm. Weights are moved, never computed with.
 """
 
 import json
@@ -37,7 +37,7 @@ def their_name(name):
 
 
 def our_config(theirs, **changes):
-    """config.json -> GPTConfig. What we would compute differently is a ValueError, never a guess."""
+    """config.json -> GPTConfig. What we would compute otherwise is a ValueError, never a guess."""
     kind = (theirs.get("architectures") or ["none"])[0]
     if kind not in ARCHITECTURES:
         raise ValueError(f"architecture {kind} is not one of {', '.join(ARCHITECTURES)}")
@@ -78,7 +78,7 @@ def our_config(theirs, **changes):
 
 
 def find_tensors(folder):
-    """{their name: safetensors file}, one file or many by the index. All missing files are listed."""
+    """{their name: safetensors file}, one or many by the index. All missing files are listed."""
     index = folder / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.exists():
@@ -131,12 +131,8 @@ def check_tensors(folder, config, files):
     return by_file, sum(math.prod(shapes[name]) for name in wanted)
 
 
-def import_weights(source, out_dir, **changes):
-    """A Hugging Face folder or hub name -> out_dir/ckpt.pt, bit for bit, one tensor at a time.
-
-    changes: fields of GPTConfig, such as window and sink. Everything is checked before the first
-    tensor is read; alphas and betas are added when the checkpoint is loaded.
-    """
+def their_folder(source):
+    """(path, its config.json) of a folder, or of a hub's model, which is downloaded."""
     folder = pathlib.Path(source)
     if not folder.is_dir():
         hub = needed("huggingface_hub", "hf")
@@ -154,6 +150,16 @@ def import_weights(source, out_dir, **changes):
         raise ValueError(f"{folder}/config.json cannot be read: {error}") from error
     if not isinstance(theirs, dict):
         raise ValueError(f"{folder}/config.json is not an object")
+    return folder, theirs
+
+
+def import_weights(source, out_dir, **changes):
+    """A Hugging Face folder or hub name -> out_dir/ckpt.pt, bit for bit, one tensor at a time.
+
+    changes: fields of GPTConfig, such as window and sink. Everything is checked before the first
+    tensor is read; alphas and betas are added when the checkpoint is loaded.
+    """
+    folder, theirs = their_folder(source)
     config = our_config(theirs, **changes)
     files = find_tensors(folder)
     by_file, size = check_tensors(folder, config, files)
@@ -177,8 +183,8 @@ def import_weights(source, out_dir, **changes):
         "tokenizer": carry_tokenizer(str(tokenizer), out_dir) if tokenizer.exists() else None,
     })  # fmt: skip
     carry_template(folder, out_dir)
-    print(f"{out_dir}/ckpt.pt: {size:,} parameters, {', '.join(sorted(dtypes))}, {config.attention}, "
-          f"window {config.window}, sink {config.sink}")  # fmt: skip
+    print(f"{out_dir}/ckpt.pt: {size:,} parameters, {', '.join(sorted(dtypes))}, "
+          f"{config.attention}, window {config.window}, sink {config.sink}")  # fmt: skip
 
 
 def carry_template(folder, out_dir):
@@ -203,8 +209,8 @@ def export_weights(out_dir, folder):
         plain = 1.0 if ".alpha_" in name else 0.0
         if their_name(name) is None and (tensor != plain).any():
             raise ValueError(
-                f"a plain Transformer has no scale and offset of queries, and {name} is not {plain} "
-                f"everywhere; only attention full or untrained scales can be exported"
+                f"a plain Transformer has no scale and offset of queries, and {name} is not "
+                f"{plain} everywhere; only attention full or untrained scales can be exported"
             )
     folder = pathlib.Path(folder)
     if folder.exists() and any(folder.iterdir()):

@@ -206,8 +206,8 @@ def test_a_chat_reads_only_what_is_new_and_answers_as_from_scratch(monkeypatch, 
         model, "forward", lambda idx, **k: (read.append(idx.size(1)), forward(idx, **k))[1]
     )
     args = type("args", (), dict(
-        max_context=400, system="short", seed=1, max_new_tokens=12, temperature=0, top_k=None, top_p=None,
-        compile=None, stats=False,
+        max_context=400, system="short", seed=1, max_new_tokens=12, temperature=0, top_k=None,
+        top_p=None, compile=None, stats=False,
     ))  # fmt: skip
     sample.chat(args, model, BYTES, "cpu", torch.float32)
     replies = capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""The command lines: data, training, checkpoints, sampling, and what a mistake of the user's does."""
+"""The command lines: data, training, checkpoints, sampling, and what a user's mistake does."""
 
 import functools
 import json
@@ -436,8 +436,10 @@ def test_what_does_not_fit_is_refused_before_it_starts(capsys):
         assert "GiB" in message and lower in message
 
 
-@pytest.mark.parametrize("flags", ["prefill --T=0", "prefill --T=x", "train --kernels", "train --T=1,2",
-                                   "train --T_out=999", "prefill --chunk=0", "prefill --window=0"])  # fmt: skip
+@pytest.mark.parametrize("flags", [
+    "prefill --T=0", "prefill --T=x", "train --kernels", "train --T=1,2", "train --T_out=999",
+    "prefill --chunk=0", "prefill --window=0",
+])  # fmt: skip
 def test_a_wrong_bench_flag_is_one_line_and_exit_code_2(capsys, flags):
     command, flag = flags.split()
     assert flag.split("=")[0].lstrip("-") in fails(

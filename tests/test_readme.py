@@ -5,6 +5,7 @@ import json
 import pathlib
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 
@@ -46,6 +47,7 @@ def prefill_lines():
         for T, rows in by_length("prefill-h200" + name).items():
             full, orthros = ms(rows, "full", "orthros")
             limits = [rows[kind]["limit ms"] for kind in ("full", "orthros")]
+            yield f"{rows['full']['MiB']:,.0f} MiB at every length"
             yield (f"| {T:,} | {n_layer} | {full:,.0f} | {orthros:,.0f} | {full / orthros:.2f} | "
                    f"{limits[0] / limits[1]:.2f} | {orthros / limits[1]:.2f} |")  # fmt: skip
 
@@ -59,15 +61,26 @@ def kernel_lines():
         times = [rows[b]["ms"] for b in ("torch", "flash-attn 2", "flash-attn 4")]
         cells = [f"{x:.2f}" for x in (*times, rows["torch"]["limit ms"])]
         yield f"| {call_} | {' | '.join(cells)} |"
+    sink, none = (calls[c]["flash-attn 4"]["ms"] for c in ("window, 1 sink", "window"))
+    yield f"A sink key costs {sink - none:.1f} ms"
 
 
 def training_lines():
     for name in ("train-h200", "train-sink-h200"):
         for row in asset(name)["rows"]:
             yield f"| {row['ms']:.1f} | {row['tokens/s']:,.0f} | {row['limit ms']:.1f} |"
-    for name in ("sft-h200-32k", "sft-h200-8k"):
+    full, orthros = asset("train-h200")["rows"]
+    yield f"{orthros['ms'] / full['ms']:.2f} times a step of full"
+    yield f"its FLOPs {orthros['limit ms'] / full['limit ms']:.2f} times"
+    for name, digits in (("sft-h200-32k", 1), ("sft-h200-8k", 1), ("sft-cpu", 0)):
         short, whole = (row["ms"] for row in asset(name)["rows"])
-        yield from (f"{short:.1f}", f"{whole:.1f}", f"{whole / short:.1f}\ntimes")
+        yield from (f"{short:.{digits}f} ms", f"{whole:,.{digits}f}", f"{whole / short:.1f} times")
+    one, alone, two, _ = [x for x in asset("train-runs-h200").values() if isinstance(x, dict)]
+    speed = lambda run: statistics.median(run["tokens/s"])
+    slowest = [max(one[what]) for what in ("evaluation s", "saving s")]
+    yield "took up to {:.1f} s and a checkpoint up to {:.1f} s".format(*slowest)
+    yield from (f"{round(speed(run), -3):,.0f} tokens/s" for run in (one, two))
+    yield f"{round(speed(alone), -3):,.0f} on one of them, {speed(two) / speed(alone):.2f} times"
 
 
 def decode_lines():
@@ -76,21 +89,52 @@ def decode_lines():
         limit = rows["full"]["limit ms"]
         yield (f"| {T:,} | {single:.2f} | {pair:.2f} | {pair / single:.2f} | {limit:.2f} | "
                f"{limit / single:.0%} |")  # fmt: skip
-    first = [row["first s"] for row in asset("decode-h200")["answers"]]
+    first, written = ([row[key] for row in asset("decode-h200")["answers"]]
+                      for key in ("first s", "written/s"))  # fmt: skip
+    yield f"both wrote {round(min(written), -1):.0f} tokens/s"
     yield from (f"{first[0]:.2f} s", f"{first[1]:.2f} s", f"{first[0] / first[1]:.1f} times")
 
 
-def quality_lines():
+def recall_lines():
+    yield f"guessing gets {1 / train.RecallData.VALUES:.3f}"
     for row in asset("recall-cpu")["rows"]:
         name = row["variant"].replace(" --scale_offset=False", ", no scale and offset")
         yield f"| {name} | {' | '.join(f'{share:.3f}' for share in row['right'])} |"
-    for row in asset("recipe-h200")["rows"]:
-        yield (f"| {row['variant']} | {row['mean']:.3f} | {row['spread']:.3f} | "
-               f"{row['FLOPs over full']:.2f} |")  # fmt: skip
-    for row in asset("recipe-33m-h200")["rows"]:
-        losses = ", ".join(f"{loss:.3f}" for loss in row["losses"])
-        yield f"| {row['variant']} | {losses} | {row['mean']:.3f} | {row['FLOPs over full']:.2f} |"
+    full, orthros, swa = (row["right"] for row in asset("recall-cpu-seed1")["rows"])
+    full = full + asset("recall-cpu-seed1-full")["rows"][0]["right"]
+    yield f"orthros again had {min(orthros):.3f} everywhere"
+    yield "swa {:.3f}, {:.3f}, {:.3f} and {:.3f}".format(*swa)
+    yield f"full stayed between {min(full):.2f} and {max(full):.2f}"
+
+
+def recipe_lines():
+    for name in ("recipe-h200", "recipe-33m-h200"):
+        record = asset(name)
+        yield f"{record['tokens'] / 1e6:.1f} million tokens"
+        rows = {row["variant"]: row for row in record["rows"]}
+        for variant, row in rows.items():
+            losses = ", ".join(f"{loss:.3f}" for loss in row["losses"])
+            first = f"{row['mean']:.3f} | {row['spread']:.3f}" if name == "recipe-h200" else \
+                f"{losses} | {row['mean']:.3f}"  # fmt: skip
+            yield f"| {variant} | {first} | {row['FLOPs over full']:.2f} |"
+        for variant in ("orthros", "orthros --sink=1"):
+            pairs = zip(rows[variant]["losses"], rows["full"]["losses"])
+            yield from (f"{a - b:+.3f}" for a, b in pairs)
+        no_so = rows["orthros --scale_offset=False"]["losses"]
+        pairs = zip(rows["orthros"]["losses"], no_so)
+        yield f"{statistics.mean(a - b for a, b in pairs):+.3f}"
+
+
+def convert_lines():
     convert = asset("convert-h200")
+    rows = {row["name"]: row for row in convert["untrained"] + convert["trained"]}
+    cost = [rows["orthros W=512 sink=1"][text]["nats"] - convert["untrained"][0][text]["nats"]
+            for text in ("prose", "code")]  # fmt: skip
+    yield "512 costs {:.2f} to {:.2f} nats".format(*cost)
+    at = rows["orthros-1"]["needle"]["8192"]
+    yield "({:.2f}, {:.2f} and {:.2f} at depths 0, 0.25 and 0.5)".format(*at)
+    found = map(statistics.mean, rows["orthros W=128 sink=1"]["needle"].values())
+    yield "{:.2f}, {:.2f} and {:.2f}".format(*found)
     for row in convert["untrained"]:
         yield f"{row['code']['nats']:.3f}, {row['prose']['nats']:.3f}"
     for row in convert["trained"]:
@@ -98,19 +142,53 @@ def quality_lines():
         losses += [*row["code"]["prefix"].values(), row["prose"]["nats"]]
         found = [f"{sum(shares) / len(shares):.2f}" for shares in row["needle"].values()]
         yield f"| {' | '.join(f'{x:.3f}' for x in losses)} | {' / '.join(found)} |"
-    for name, rows in (("cpu", slice(0, 2)), ("h200", slice(2, 4))):
-        digits = 1 if name == "cpu" else 2
-        for row in asset(f"harness-{name}")["rows"][rows]:
-            yield f"{row['seconds']:.{digits}f} s"
 
 
-@pytest.mark.parametrize(
-    "lines", [prefill_lines, kernel_lines, training_lines, decode_lines, quality_lines]
-)
+def harness_lines():
+    for name, rows, digits in (("cpu", slice(0, 2), 1), ("h200", slice(2, 4), 2)):
+        full, orthros = (row["seconds"] for row in asset(f"harness-{name}")["rows"][rows])
+        yield from (f"{full:.{digits}f} s", f"{orthros:.{digits}f} s")
+        if name == "cpu":
+            yield f"{full / orthros:.1f} times"
+
+
+def laptop_lines():
+    minutes = lambda seconds: "{}m{:02}s".format(*divmod(round(seconds), 60))
+    for row in asset("laptop-cpu")["rows"]:
+        yield f"| {row['variant']} | {row['mean']:.4f} | {minutes(row['seconds'])} |"
+    for row in asset("lookups-cpu")["rows"]:
+        yield f"| {row['variant']} | {row['accuracy'][0]:.3f} | {minutes(row['seconds'])} |"
+    log = (ROOT / "assets" / "rl-addition.jsonl").read_text().splitlines()
+    rewards = [json.loads(line)["reward"] for line in log]
+    first, last = (statistics.mean(part) for part in (rewards[:10], rewards[-10:]))
+    yield f"from {first:.2f} in the first ten steps to {last:.2f}"
+
+
+def lines_by_hand():
+    """What no bench writes: times of other commands, computed tables, the paper's own figures."""
+    for record in asset("by-hand"):
+        yield from record["numbers"]
+
+
+ALL_LINES = [laptop_lines, convert_lines, prefill_lines, kernel_lines, training_lines, decode_lines,
+             recall_lines, recipe_lines, harness_lines, lines_by_hand]  # fmt: skip
+
+
+@pytest.mark.parametrize("lines", ALL_LINES)
 def test_what_the_readme_says_was_measured_is_in_the_assets(lines):
     text = " ".join(README.split())
     for line in lines():
         assert " ".join(line.split()) in text, f"{line} is not in README.md"
+
+
+def test_every_measured_number_in_the_readme_is_in_the_assets():
+    """A number is a measured one if it has a decimal point, a unit or a percent sign."""
+    known = set(re.findall(r"[\d,.]*\d", " ".join(line for lines in ALL_LINES for line in lines())))
+    text = re.sub(r"^```.*?^```|`[^`]*`|\d+\.\d+\.\S+|arXiv \S+", "", README, flags=re.M | re.S)
+    units = r"%|m\d+s| (?:s|ms|h|hours|GB|MB|MiB|MB/s|tokens/s|times)\b"
+    found = re.findall(rf"(?<![\w.])(\d[\d,]*\.\d+\b|\d[\d,]*(?={units}))", text)
+    missing = [number for number in found if number not in known]
+    assert len(found) > 300 and not missing
 
 
 # ------------------------------------------------------------------------------------------------
@@ -171,7 +249,8 @@ def files_of_a_user():
     text = "".join(f"Line {i} of a text that says little.\n" for i in range(400))
     chats = "".join(json.dumps({"prompt": f"{i}?", "response": f"{i}!"}) + "\n" for i in range(30))
     files = {"notes.txt": text, "notes/a.md": text, "notes/b.md": text * 2, "chats.jsonl": chats,
-             "prompts.jsonl": chats, "reward.py": "reward = lambda prompt, response: 1.0"}  # fmt: skip
+             "prompts.jsonl": chats,
+             "reward.py": "reward = lambda prompt, response: 1.0"}  # fmt: skip
     for name, content in files.items():
         pathlib.Path(name).parent.mkdir(exist_ok=True)
         pathlib.Path(name).write_text(content)

@@ -75,7 +75,9 @@ def test_a_reward_function_of_ones_own_is_called_with_prompt_and_response():
 
 @pytest.mark.parametrize("code,word", [
     ("def f(p, r): return 1 / 0", "ZeroDivisionError"), ("def f(p, r): return float('nan')", "nan"),
-    ("def g(p, r): return 1", "no function f"), ("import nothing_like_it", "cannot be imported")])  # fmt: skip
+    ("def g(p, r): return 1", "no function f"),
+    ("import nothing_like_it", "cannot be imported"),
+])  # fmt: skip
 def test_a_reward_function_that_fails_names_the_prompt(code, word, capsys):
     pathlib.Path("mine.py").write_text(code)
     pathlib.Path("p.jsonl").write_text('{"prompt": "abcde"}\n')
@@ -85,7 +87,8 @@ def test_a_reward_function_that_fails_names_the_prompt(code, word, capsys):
 
 @pytest.mark.parametrize("flags,word", [
     (["--group_size=1"], "group_size"), (["--temperature=0"], "temperature"),
-    (["--reward=none"], "--reward"), (["--dataset=bad.jsonl"], "line 2"), (["--max_iters=0"], "max_iters"),
+    (["--reward=none"], "--reward"), (["--dataset=bad.jsonl"], "line 2"),
+    (["--max_iters=0"], "max_iters"),
 ])  # fmt: skip
 def test_a_wrong_flag_is_one_line(flags, word, capsys):
     pathlib.Path("bad.jsonl").write_text('{"prompt": "a"}\n{"promt": "b"}\n')

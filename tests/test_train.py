@@ -221,9 +221,11 @@ def test_an_untied_head_is_not_lost_by_tying_it(text, capsys):  # noqa: F811
 
 
 @pytest.mark.parametrize("name,peak", [
-    ("NVIDIA H200", 989), ("NVIDIA H200 NVL", 835), ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", 65),
+    ("NVIDIA H200", 989), ("NVIDIA H200 NVL", 835), ("NVIDIA A100-SXM4-80GB", 312),
+    ("Tesla T4", 65),
     ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-    ("NVIDIA RTX A1000", None), ("NVIDIA RTX A4000", None), ("NVIDIA T400", None), ("NVIDIA GB200", None),
+    ("NVIDIA RTX A1000", None), ("NVIDIA RTX A4000", None), ("NVIDIA T400", None),
+    ("NVIDIA GB200", None),
 ])  # fmt: skip
 def test_a_gpus_peak_is_that_of_its_own_name_or_unknown(name, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)

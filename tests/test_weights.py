@@ -57,7 +57,8 @@ def config_json(**changes):
 @pytest.mark.parametrize("kind,changes,shard", [
     ("llama", {}, "1GB"), ("llama", {"tie_word_embeddings": True}, "1GB"),
     ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 10000.0}}, "1GB"),
-    ("qwen3", {}, "60KB"), ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 4}, "1GB"),
+    ("qwen3", {}, "60KB"),
+    ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 4}, "1GB"),
 ])  # fmt: skip
 @torch.no_grad()
 def test_logits_and_greedy_generation_equal_transformers(kind, changes, shard):
@@ -159,8 +160,9 @@ def test_an_imported_model_samples_is_evaluated_and_trains_on(capsys):
     full, swa, orthros = (float(nats) for _, nats in rows)
     assert len({full, swa, orthros}) == 3 and all(4 < x < 8 for x in (full, swa, orthros))
     call(prepare.main, "a.txt", "--name=text", "--tokenizer=hf/tokenizer.json")
-    flags = ["--block_size=32", "--batch_size=2", "--gradient_accumulation_steps=1", "--max_iters=3",
-             "--eval_windows=2", "--warmup_iters=1", "--device=cpu", "--out_dir=trained"]  # fmt: skip
+    flags = ["--block_size=32", "--batch_size=2", "--gradient_accumulation_steps=1",
+             "--max_iters=3", "--eval_windows=2", "--warmup_iters=1", "--device=cpu",
+             "--out_dir=trained"]  # fmt: skip
     call(train.main, "--init_from=ours", "--dataset=text", *flags)
     ours, checkpoint = load_checkpoint("trained")
     assert (
@@ -176,7 +178,8 @@ def test_a_models_chat_template_comes_along_with_the_tokens_it_names():
     theirs(vocab_size=300).save_pretrained("hf")
     tokenizer_of_bytes()
     pathlib.Path("hf/chat_template.jinja").write_text(
-        "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+        "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}"
+        "{% endfor %}"
     )
     config = {"bos_token": {"content": "<s>"}, "eos_token": "<|endoftext|>"}
     pathlib.Path("hf/tokenizer_config.json").write_text(json.dumps(config))
