@@ -158,6 +158,12 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
+class Embedding(nn.Embedding):
+    def reset_parameters(self):
+        if not self.weight.is_meta:  # there a random number would load the compiler, for seconds
+            super().reset_parameters()
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size, eps):
         super().__init__()
@@ -174,7 +180,8 @@ def rope_angles(config, positions):
     In bf16 position 8193 would round to 8192. Nothing is stored, so nothing can be cast.
     """
     angles = (positions.float()[:, None] * rope_frequencies(config, positions.device))[:, None]
-    return cos_sin(angles)
+    # called outside of the compiler, an operator of ours would load it, for seconds
+    return cos_sin(angles) if torch.compiler.is_compiling() else (angles.cos(), angles.sin())
 
 
 @torch.library.custom_op("orthros::cos_sin", mutates_args=())
@@ -623,7 +630,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype = None  # of activations; None: the weights' own
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wte = Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.lm_head = Linear(config.n_embd, config.vocab_size)
@@ -637,7 +644,7 @@ class GPT(nn.Module):
 
     @staticmethod
     def _init_weights(module):
-        if isinstance(module, nn.Linear | nn.Embedding):
+        if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
             # n_in ** -0.5 keeps the scale of what flows. GPT-2's 0.02 is about this at its width,
             # but far too little for the small models here: with it they learn no look-ups in time
             nn.init.normal_(module.weight, std=module.weight.size(1) ** -0.5)
