@@ -13,12 +13,15 @@ A table is printed as it comes; --json keeps it, with a picture beside it (extra
 Columns of loss
   nats      mean loss of a token        perplexity   e to that power
   bits/byte the loss per byte of text, the same for every tokenizer
-  from ...  mean loss of the tokens from that position of a window on, to the next column's
+  from ...  mean loss of the tokens from that position of a text window (--T tokens) on, to the next
+            column's
 Columns of recall: the share of look-ups answered right, by the distance from the question to
   its answer
 Rows of needle: the length of the text; columns: how deep the needle lies in it (0 first, 1 last)
 Columns of compare: validation loss in nats (mean and standard deviation over seeds), mean loss of
-  each quarter of the window, tokens/s of training, FLOPs of the run over those of the first variant
+  each quarter of the block, tokens/s of training, FLOPs of the run over those of the first variant;
+  with --dataset=recall also the share of look-ups answered right, by seed. --json adds the seconds
+  of a seed, training and evaluation
 """
 
 import contextlib
@@ -99,7 +102,7 @@ def load(args, kind, device, dtype):
 
 
 def evaluate_loss(args, device, dtype):
-    rows, text, model = [], None, None
+    rows, text = [], None
     for kind in (args.attention or "full;swa;orthros").split(";"):
         model = None  # free the one before
         model, tokenizer = load(args, kind, device, dtype)
@@ -146,10 +149,10 @@ class SpreadRecall(train.RecallData):
         return self.episodes(rng, sizes, (room * rng.random(sizes.shape)).astype(int))
 
     def train_batch(self, B, seed, step, m):
-        if step < 700 or step % 2:  # the far ones are the hard ones, and come first
+        if step < 700 or step % 2:  # half of the steps: the far ones are the hard ones
             return super().train_batch(B, seed, step, m)
         rng = np.random.default_rng((seed, step, m))
-        return self.spread(rng, (2 + (self.pairs - 1) * rng.random((B, 1)) ** 2).astype(int))
+        return self.spread(rng, self.small_and_large(rng, B))
 
 
 @torch.no_grad()
@@ -185,7 +188,7 @@ def evaluate_recall(args, device, dtype):
                   f"windows {reach}; guessing gets {1 / data.VALUES:.3f}")  # fmt: skip
             spans = [f"{a} to {b - 1}" for a, b in zip(edges, edges[1:])]
             print(f"{'variant':32}" + "".join(f"{span:>12}" for span in spans))
-        rows.append({"variant": variant, "edges": edges, "right": shares})
+        rows.append({"variant": variant, "edges": edges, "right": without_nan(shares)})
         print(f"{variant:32}" + "".join(f"{share:>12.3f}" for share in shares), flush=True)
     return rows
 
@@ -243,10 +246,10 @@ class PeerRun(train.Run):
         self.peer = peer
         super().__init__(args, data, device, dtype)
 
-    def spread(self):  # called before the optimizer asks for the parameters
+    def wrap(self):  # called before the optimizer asks for the parameters
         for layer, block in enumerate(self.model.blocks):
             block.attn = Peer(self.peer, self.model.config, layer).to(self.device)
-        return super().spread()
+        return super().wrap()
 
 
 def trained(variant, flags, seed, data=None):
@@ -315,7 +318,7 @@ def evaluate_compare(args, device, dtype):
 
 def over_seeds(variant, args):
     """What a variant reaches, trained once for each seed."""
-    losses, quarters, accuracy, speeds, run = [], [], [], [], None
+    losses, quarters, accuracy, speeds = [], [], [], []
     began = time.perf_counter()
     for seed in args.seeds:
         run = None  # free the one before
@@ -329,7 +332,7 @@ def over_seeds(variant, args):
     return {"variant": variant, "seeds": args.seeds, "losses": losses,
             "flops": None if isinstance(run, PeerRun) else run.flops,  # of kernels not counted here
             "parameters": run.model.num_params(), "mean": statistics.mean(losses),
-            "quarters": [None if math.isnan(q) else q for q in np.mean(quarters, axis=0)],
+            "quarters": without_nan(np.mean(quarters, axis=0)),
             "accuracy": accuracy,
             "spread": statistics.stdev(losses) if len(losses) > 1 else None,
             "seconds": (time.perf_counter() - began) / len(losses),
@@ -444,6 +447,11 @@ def keep(args, rows, draw):
         figure.savefig(os.path.splitext(args.json)[0] + ".png", dpi=120)
 
 
+def without_nan(values):
+    """None for nan, which JSON lacks."""
+    return [None if math.isnan(x) else x for x in values]
+
+
 def numbers(text):
     return [int(x) for x in text.split(",")]
 
@@ -484,7 +492,7 @@ def build_parser():
     add("--trials", type=int, default=8, help="needle: needles a cell (default 8)")
     add("--variants", help="recall, compare: an attention and flags of train.py each, with ; "
         f"between (default '{RECALL_VARIANTS}'; compare '{VARIANTS}')")  # fmt: skip
-    add("--seeds", type=numbers, default=[1337], help="compare: separated by commas")
+    add("--seeds", type=numbers, default=[1337], help="compare: separated by commas; recall: one")
     add("--glob", default="*.txt", help="which files of a folder (default *.txt)")
     add("--json", help="file to keep the table in")
     add("--device", help="cpu, cuda, mps (default: the best there is)")
@@ -507,6 +515,8 @@ def parse_args():
     reads = args.command in ("loss", "needle")
     if reads != bool(args.files):
         raise ValueError(f"{args.command} takes {'files of text' if reads else 'no files'}")
+    if args.command == "recall" and len(args.seeds) > 1:
+        raise ValueError("recall trains with one seed; several are for compare")
     if args.batch_size is None and not trains:
         args.batch_size = 8 if args.command == "harness" else 1
     for name in ("T", "max_windows", "batch_size", "trials"):

@@ -23,8 +23,9 @@ How many output tokens there are is the whole difference between the phases:
   decoding       1                         1                 W + S, a pair of tokens a step
 
 Letters: B batch, T base tokens in this call, T_out output tokens, S keys visible (the cache's and
-this call's), H heads, Hk key/value heads, D head size, C width, W window, V vocabulary, L layers.
-Tensors inside attention are (B, T, H, D).
+this call's), H heads, Hk key/value heads, D head size, C width, W window, V vocabulary, L layers;
+Tq queries of one call of `attend`, G = H / Hk query heads a KV head. Tensors inside attention are
+(B, T, H, D).
 
 The paper's symbols: alpha, beta -> alpha_base, beta_base; alpha', beta' -> alpha_out, beta_out;
 W_Q, W_K, W_V, W_O -> q_proj, k_proj, v_proj, o_proj; x' -> the last T_out rows of `h`.
@@ -36,6 +37,7 @@ import importlib
 import math
 import os
 import shutil
+import sys
 import warnings
 from dataclasses import dataclass
 
@@ -58,7 +60,7 @@ class GPTConfig:
     n_kv_head: int | None = None  # None: n_head
     n_embd: int = 128
     head_dim: int | None = None  # None: n_embd / n_head
-    n_hidden: int | None = None  # None: 8/3 n_embd, so that SwiGLU costs what a 4x MLP does
+    n_hidden: int | None = None  # None: 8/3 n_embd, up to 64s; SwiGLU then costs what a 4x MLP does
     window: int = 32  # keys a base token sees, itself included
     sink: int = 0  # first keys that stay visible to every base token; ours, 0 is the paper
     attention: str = "orthros"  # or 'full', 'swa', or a repeating pattern such as 'swa,swa,full'
@@ -159,8 +161,10 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
+    """Casts nothing: GPT.forward does. It differs from PyTorch's on the meta device alone."""
+
     def reset_parameters(self):
-        if not self.weight.is_meta:  # there a random number would load the compiler, for seconds
+        if not self.weight.is_meta:  # normal_ there is Python that loads the compiler, for seconds
             super().reset_parameters()
 
 
@@ -234,7 +238,7 @@ def visible(Tq, S, window=None, sink=0, device=None):
 
 
 def attend_masked(q, k, v, window=None, sink=0):
-    """The truth every other backend is tested against: softmax(q k^T / sqrt(D)) v, T x S, slow."""
+    """The truth every other backend is tested against: softmax(q k^T / sqrt(D)) v, Tq x S, slow."""
     G = q.size(2) // k.size(2)
     k, v = k.repeat_interleave(G, dim=2), v.repeat_interleave(G, dim=2)  # (B, S, H, D)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.size(-1))
@@ -252,8 +256,9 @@ def attend_torch(q, k, v, window=None, sink=0):
     if Tq == 1:
         keys, values = (torch.cat((x[:, :sink], x[:, S - window :]), 1) for x in (k, v))
         return sdpa_grouped(q, keys, values)
-    # The first queries see all before them. Every later one has a whole window behind it that
-    # touches no sink key but the last, so one small mask serves every block of them.
+    # The first queries see all before them. From position `first` on, a query's window holds no
+    # sink key (which would count twice), so one small mask serves every block. Without sinks W - 1
+    # would do, but from W on a text of whole windows is a number of whole blocks.
     first = window + max(0, sink - 1)
     head = max(0, first - (S - Tq))
     y = sdpa_blocked(q[:, head:], k, v, window, sink)
@@ -511,10 +516,10 @@ class OrthrosAttention(nn.Module):
             self.register_parameter(f"beta_{stream}", nn.Parameter(torch.zeros(H, D)))
 
     def project(self, h, T, T_out, rope):
-        """h (B, N, C) -> queries base (B, N - n_out, H, D), out (B, n_out, H, D); keys and values.
+        """h (B, N, C) -> queries base (B, N - first - n_out, H, D), out (B, n_out, H, D); k, v.
 
-        k, v are (B, T, Hk, D). Only rows that ask have a query: in the last layer, the T_out that
-        predict.
+        k, v are (B, T, Hk, D). n_out is T_out in an orthros layer, else 0. Rows ask from `first`
+        on: 0, but in the last layer only the last T_out rows, which predict.
         """
         B, N, _ = h.shape
         cos, sin = rope
@@ -549,7 +554,7 @@ class OrthrosAttention(nn.Module):
             y.append(attend(base, k, v, window, self.sink if window else 0))
         if out.size(1):
             y.append(attend(out, k, v))
-        if not y:
+        if not y:  # last layer, T_out = 0: keys and values are written, nobody asks
             return h[:, h.size(1) :]
         y = torch.cat(y, dim=1) if len(y) > 1 else y[0]  # cat would copy a lone tensor too
         return self.o_proj(y.flatten(2))
@@ -581,6 +586,7 @@ class Block(nn.Module):
         return self.feed(h[:, h.size(1) - y.size(1) :], y)  # the last layer goes on with T_out rows
 
     def feed(self, h, y):
+        """h + y, then the MLP. Apart from forward, so that fast.fuse can compile it."""
         h = h + y
         return h + self.mlp(self.mlp_norm(h))
 
@@ -645,8 +651,9 @@ class GPT(nn.Module):
     @staticmethod
     def _init_weights(module):
         if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
-            # n_in ** -0.5 keeps the scale of what flows. GPT-2's 0.02 is about this at its width,
-            # but far too little for the small models here: with it they learn no look-ups in time
+            # 1 / sqrt(columns): a Linear keeps the scale of its input, a row of the embedding has
+            # length 1. GPT-2's 0.02 is half of that at its width, but far too little for the small
+            # models here: with it they learn no look-ups in time
             nn.init.normal_(module.weight, std=module.weight.size(1) ** -0.5)
 
     def forward(self, idx, targets=None, T_out=None, cache=None):
@@ -774,7 +781,8 @@ def model_of(checkpoint, out_dir, device="cpu", **overrides):
         raise ValueError(f"{out_dir}/ckpt.pt does not fit the model asked for ({why})")
     surplus = state.keys() - own.keys()
     if surplus:
-        print(f"dropping {len(surplus)} scale and offset tensors that {config.attention} lacks")
+        lacks = f"scale and offset tensors that {config.attention} lacks"
+        print(f"dropping {len(surplus)} {lacks}", file=sys.stderr)
     dtype = state["wte.weight"].dtype
     for name in own.keys() - state.keys():
         fill = torch.ones if ".alpha_" in name else torch.zeros

@@ -11,6 +11,8 @@ is 1.
 
     L = -mean_t min(r_t A, clip(r_t, 1 - e, 1 + e) A) + beta KL,   r_t = p(y_t) / p_rollout(y_t)
 
+A is the rollout's advantage, e --clip, beta --kl; the mean is over all response tokens of a step.
+
 reward is a plain Python function (prompt, response) -> float.
 """
 
@@ -120,24 +122,27 @@ def rollout(model, tokenizer, prompts, args, generator):
 def advantages_of(rewards, group_size):
     """(rows,) -> (rows,): each reward less its group's mean, over the group's deviation."""
     groups = rewards.view(-1, group_size)
-    spread = groups.std(dim=1, correction=0, keepdim=True)
-    return ((groups - groups.mean(dim=1, keepdim=True)) / (spread + 1e-6)).flatten()
+    std = groups.std(dim=1, correction=0, keepdim=True)
+    return ((groups - groups.mean(dim=1, keepdim=True)) / (std + 1e-6)).flatten()
 
 
 def response_logprobs(model, ids, R, temperature, vocab_size):
-    """Log-probabilities (G, R) of the last R tokens: prompts are read, T_out = R."""
+    """Log-probabilities (rows, R) of the last R of ids (rows, T + R): T_out = R."""
     logits = model(ids[:, :-1], T_out=R)[0][..., :vocab_size].float() / temperature
     return logits.log_softmax(dim=-1).gather(2, ids[:, -R:, None]).squeeze(2)
 
 
-def policy_loss(logprobs, old, reference, advantages, counts, clip, kl):
-    """(sum of the loss over the tokens that count, sum of the KL). All (G, R), advantages (G,)."""
-    ratio = (logprobs - old).exp()
+def policy_loss(logprobs, old_logprobs, ref_logprobs, advantages, counts, clip, kl):
+    """(sum of the loss over the tokens that count, sum of the KL).
+
+    All are (rows, R), advantages (rows,); ref_logprobs is None without a penalty.
+    """
+    ratio = (logprobs - old_logprobs).exp()
     gain = advantages[:, None] * ratio
     gain = torch.minimum(gain, advantages[:, None] * ratio.clamp(1 - clip, 1 + clip))
     loss, penalty = -gain, torch.zeros_like(gain)
-    if reference is not None:
-        less = reference - logprobs
+    if ref_logprobs is not None:
+        less = ref_logprobs - logprobs
         penalty = less.exp() - less - 1  # an estimate of the KL that is never negative
         loss = loss + kl * penalty
     return (loss * counts).sum(), (penalty * counts).sum()
@@ -165,50 +170,53 @@ def warm_up(model, tokenizer, args, device):
 
 def optimise(model, tokenizer, prompts, reward, args, device):
     """The loop. Yields a record a step."""
-    reference = copy.deepcopy(model).requires_grad_(False) if args.kl else None
+    ref_model = copy.deepcopy(model).requires_grad_(False) if args.kl else None
     optimizer = torch.optim.AdamW(model.optimizer_groups(0.0), lr=args.learning_rate)
     generator = torch.Generator(device).manual_seed(args.seed)
     order = random.Random(args.seed)
     for step in range(1, args.max_iters + 1):
         chosen = [order.choice(prompts) for _ in range(args.batch_size)]
         by_length = sorted((len(tokenizer.encode(prompt)), prompt) for prompt in chosen)
-        groups, rewards = [], []
+        batches, rewards, total = [], [], 0
         for _, same in itertools.groupby(by_length, key=lambda pair: pair[0]):
             same = [prompt for _, prompt in same]
-            ids, old, counts, texts = rollout(model, tokenizer, same, args, generator)
+            ids, old_logprobs, counts, texts = rollout(model, tokenizer, same, args, generator)
+            total += counts.sum()  # also of those that teach nothing: the mean is over all
             asked = [prompt for prompt in same for _ in range(args.group_size)]
             values = [rewarded(reward, *pair) for pair in zip(asked, texts)]
             rewards.append(torch.tensor(values, device=device))
-            advantages, known = advantages_of(rewards[-1], args.group_size), None
-            if reference is not None:
+            advantages, ref_logprobs = advantages_of(rewards[-1], args.group_size), None
+            if ref_model is not None:
+                R = old_logprobs.size(1)
                 with torch.no_grad():
-                    known = response_logprobs(
-                        reference, ids, old.size(1), args.temperature, tokenizer.vocab_size
+                    ref_logprobs = response_logprobs(
+                        ref_model, ids, R, args.temperature, tokenizer.vocab_size
                     )
-            if advantages.any() or reference is not None:  # else there is nothing to learn from it
-                groups.append((ids, old, known, advantages, counts))
-        penalty = 0.0
-        for _ in range(args.updates if groups else 0):
-            penalty += update(model, tokenizer, optimizer, groups, args, step) / args.updates
-        yield {"step": step, "reward": torch.cat(rewards).mean().item(), "kl": penalty}
+            if advantages.any() or ref_model is not None:  # else there is nothing to learn from it
+                batches.append((ids, old_logprobs, ref_logprobs, advantages, counts))
+        kl = 0.0
+        for _ in range(args.updates if batches else 0):
+            kl += update(model, tokenizer, optimizer, batches, total, args, step) / args.updates
+        yield {"step": step, "reward": torch.cat(rewards).mean().item(), "kl": kl}
 
 
-def update(model, tokenizer, optimizer, groups, args, step):
-    """Move the policy once by all groups of a step. Returns the mean penalty of a token."""
-    total, penalty = sum(group[-1].sum() for group in groups), 0.0
-    for ids, old, known, advantages, counts in groups:
-        logprobs = response_logprobs(
-            model, ids, old.size(1), args.temperature, tokenizer.vocab_size
+def update(model, tokenizer, optimizer, batches, total, args, step):
+    """Move the policy once by all rollouts of a step, `total` tokens. Returns a token's mean KL."""
+    kl = 0.0
+    for ids, old_logprobs, ref_logprobs, advantages, counts in batches:
+        R = old_logprobs.size(1)
+        logprobs = response_logprobs(model, ids, R, args.temperature, tokenizer.vocab_size)
+        loss, kl_sum = policy_loss(
+            logprobs, old_logprobs, ref_logprobs, advantages, counts, args.clip, args.kl
         )
-        loss, part = policy_loss(logprobs, old, known, advantages, counts, args.clip, args.kl)
         (loss / total).backward()
-        penalty += part.item() / total.item()
+        kl += kl_sum.item() / total.item()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     if not torch.isfinite(norm):
         raise ValueError(f"the gradient was not finite at step {step}; lower --learning_rate")
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return penalty
+    return kl
 
 
 def build_parser():
@@ -246,6 +254,8 @@ def main():
             raise ValueError(f"--{name} must be a number from 0 on, not {getattr(args, name)}")
     if args.group_size < 2:
         raise ValueError("--group_size must be at least 2: an advantage compares rollouts")
+    if args.warmup_iters and (args.dataset or args.reward != "addition"):
+        raise ValueError("--warmup_iters trains on sums: it is for the built-in prompts and reward")
     if not args.temperature > 0:
         raise ValueError("--temperature must be above 0: greedy rollouts are all alike")
     reward = load_reward(args.reward)

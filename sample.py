@@ -113,6 +113,7 @@ def generate(
 
 
 def check_sampling(temperature, top_k, top_p):
+    """A ValueError that names the setting whose value cannot be meant."""
     if not temperature >= 0:  # nan is refused too
         raise ValueError(f"temperature must be 0 (greedy) or more, not {temperature}")
     if top_k is not None and top_k < 1:
@@ -172,6 +173,8 @@ class ChatTemplate:
                     add(words(message, "" if says else "\n"), says)
                     add([self.tokenizer.eot] if says else [], says)
             return ids, said
+        # private characters mark where each message goes, so that control tokens are read from the
+        # template's own text alone
         marked = [{**m, "content": f"\ue000{i}\ue001"} for i, m in enumerate(messages)]
         text = self.template.render(messages=marked, add_generation_prompt=reply, tools=None)
         says = False
@@ -293,7 +296,8 @@ def write_samples(args, model, tokenizer, device, dtype):
 
 
 def stop_id(text, tokenizer):
-    ids = tokenizer.encode(text.encode().decode("unicode_escape"))
+    # \n and the like mean what they say in Python; other letters are themselves
+    ids = tokenizer.encode(text.encode("latin-1", "backslashreplace").decode("unicode_escape"))
     if len(ids) != 1:
         raise ValueError(
             f"--stop must be one token of {tokenizer.name}, but {text!r} is {len(ids)}"

@@ -1,7 +1,7 @@
 """Chapter two: the paper's claims, each as a sentence that must hold.
 
-Everything is float32 on the CPU. The dense masked reference, `attend_masked`, is the truth.
-Tests that need a GPU are skipped without one.
+All but the last section is float32 on the CPU; that one needs a GPU and is skipped without one.
+The dense masked reference, `attend_masked`, is the truth.
 """
 
 import itertools
@@ -117,8 +117,8 @@ def test_no_sink_is_bit_identical_to_sink_zero():
 
 
 def test_with_a_window_as_long_as_the_text_orthros_is_a_plain_transformer():
-    """Against a Transformer written out here, so that no code is shared but the weights."""
-    torch.manual_seed(3)
+    """Against a Transformer written out here. Only RoPE and RMSNorm are the model's own code; those
+    are held against transformers in tests/test_weights.py."""
     model = GPT(GPTConfig(vocab_size=256, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, window=16))
     idx, T = tokens(2, 16), 16
     rope = M.rope_angles(model.config, torch.arange(T))
@@ -155,7 +155,6 @@ def test_prefill_and_decode_equal_pretraining_at_every_step(
     idx = tokens(2, prompt + 20)
     want = model(idx)[0]
     cache = KVCache(model.config, 2, prompt + 20)
-    start = 0
     for start in range(0, prompt, chunk):
         piece = idx[:, start : min(prompt, start + chunk)]
         is_last = start + chunk >= prompt
@@ -251,8 +250,9 @@ def test_keys_and_values_come_from_base_tokens_alone():
     caches = [KVCache(model.config, 1, 12) for _ in range(3)]
     for T_out, cache in zip((0, 1, 12), caches):
         model(idx, T_out=T_out, cache=cache)
-    close(caches[0].k, caches[1].k)
-    close(caches[0].v, caches[2].v)
+    for cache in caches[1:]:
+        close(caches[0].k, cache.k)
+        close(caches[0].v, cache.v)
 
 
 def test_scale_and_offset_start_as_nothing_and_matter_once_trained():

@@ -117,7 +117,7 @@ def parse_mix(text):
 
 
 class TextData:
-    """Windows of a dataset's shards, or of several datasets mixed by weight.
+    """Text windows, T + 1 tokens each, of a dataset's shards, or of several mixed by weight.
 
     Training batches depend on (seed, step, micro-batch) alone, validation windows on nothing but
     their number.
@@ -226,8 +226,10 @@ class RecallData:
     def train_batch(self, B, seed, step, m):
         # small episodes teach the large: without them full attention stays at guessing for long
         rng = np.random.default_rng((seed, step, m))
-        sizes = 2 + (self.pairs - 1) * rng.random((B, 1)) ** 2
-        return self.episodes(rng, sizes.astype(int))
+        return self.episodes(rng, self.small_and_large(rng, B))
+
+    def small_and_large(self, rng, B):
+        return (2 + (self.pairs - 1) * rng.random((B, 1)) ** 2).astype(int)
 
     def val_batches(self, B, n_windows):
         x, y = self.episodes(np.random.default_rng(2**40), np.full((n_windows, 1), self.pairs))
@@ -346,10 +348,10 @@ def evaluate(model, data, batch_size, n_windows, device, accuracy=False, shared=
         x, y = x.to(device), y.to(device)
         n = (y >= 0).sum().item()
         if accuracy:
-            good = (model(x, T_out=y.size(1))[0].argmax(dim=-1) == y).sum().item()
+            part = (model(x, T_out=y.size(1))[0].argmax(dim=-1) == y).sum().item()
         else:
-            good = model(x, y, y.size(1))[1].item() * n
-        sums += torch.tensor([good, n], dtype=torch.float64)
+            part = model(x, y, y.size(1))[1].item() * n
+        sums += torch.tensor([part, n], dtype=torch.float64)
     model.train()
     if shared:
         sums = all_reduced(sums.float().to(device))
@@ -480,7 +482,7 @@ def build_parser():
     add("--compile", **switch, help="torch.compile (default: on a GPU)")
     add("--backend", help="attention backend: torch, flash or masked")
     model = parser.add_argument_group("model (default: the preset's)")
-    for field in fields(GPTConfig):
+    for field in fields(GPTConfig):  # its type is a class, or a union with None: those are all int
         kind = {"bool": parse_bool, "str": str, "float": float}.get(field.type.__name__, int) \
             if isinstance(field.type, type) else int  # fmt: skip
         if field.name != "rope_scaling":
@@ -521,6 +523,8 @@ def parse_args(argv=None):
         parser.set_defaults(**RECIPES.get(recipe, {}))
         args = parser.parse_args(argv)
     elif os.path.isdir(args.init_from):
+        if args.preset != parser.get_default("preset"):
+            raise ValueError(f"--preset is for a new model; {args.init_from} has a shape already")
         parser.set_defaults(**read_checkpoint(args.init_from, mmap=True)["config"])
         parser.set_defaults(**RECIPES["continue" if args.mode == "pt" else "sft"])
         args = parser.parse_args(argv)
@@ -577,7 +581,8 @@ def open_chats(args):
 
 
 def config_of(args, data=RecallData, attention=None):
-    """The model's config; without --vocab_size as large as the dataset needs."""
+    """The model's config; without --vocab_size as large as the dataset needs. RecallData needs the
+    config first, so its class stands in for it by default."""
     given = {f.name: getattr(args, f.name, None) for f in fields(GPTConfig)}
     given = {name: value for name, value in given.items() if value is not None}
     needed = data.meta["vocab_size"]
@@ -701,7 +706,7 @@ class Run:
                 )
             self.model.float()
         self.model.compute_dtype = self.dtype
-        self.forward = self.spread()
+        self.forward = self.wrap()
         self.optimizer = torch.optim.AdamW(
             self.model.optimizer_groups(args.weight_decay), lr=args.learning_rate,
             betas=(args.beta1, args.beta2), fused=True,
@@ -719,7 +724,7 @@ class Run:
             if checkpoint["scaler"]:  # empty, if the run had none until now
                 self.scaler.load_state_dict(checkpoint["scaler"])
 
-    def spread(self):
+    def wrap(self):
         """What a training step calls: the model, over all processes, compiled."""
         args, model = self.args, self.model
         recompute = args.activation_checkpointing
@@ -909,32 +914,34 @@ def train(run, log):
         before = signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.append(1))
     coming = load_ahead(run.data, args, run.step, run.device)
     first = run.step
-    while run.step < args.max_iters:
-        if run.attention() != run.model.config.attention:  # the end of --full_until
-            run.save()
-            run.load()
-            log.start_clock()
-            log.say(f"attention is {args.attention} from here")
-        loss, norm = careful_step(run, next(coming), is_first=run.step == first)
-        step, record = run.step, {}
-        last = step == args.max_iters
-        if step % args.log_interval == 0 or step == first + 1 or last:
-            record = log.training(loss, norm)
-            run.check_finite()
-        stop = bool(asked_to_stop)
-        if world()[1] > 1:  # all processes must agree; steps of several GPUs are long enough to ask
-            stop = bool(all_reduced(torch.tensor(float(stop), device=run.device)))
-        if step % args.eval_interval == 0 or last:
-            record |= {"step": step, "val_loss": validate(run, log)}
-            run.save()
-            log.start_clock()
-        elif stop:
-            run.save()
-        log.write(record)
-        if stop:
-            raise KeyboardInterrupt
-    if in_main:
-        signal.signal(signal.SIGTERM, before)
+    try:
+        while run.step < args.max_iters:
+            if run.attention() != run.model.config.attention:  # the end of --full_until
+                run.save()
+                run.load()
+                log.start_clock()
+                log.say(f"attention is {args.attention} from here")
+            loss, norm = careful_step(run, next(coming), is_first=run.step == first)
+            step, record = run.step, {}
+            last = step == args.max_iters
+            if step % args.log_interval == 0 or step == first + 1 or last:
+                record = log.training(loss, norm)
+                run.check_finite()
+            stop = bool(asked_to_stop)
+            if world()[1] > 1:  # all must agree; steps of several GPUs are long enough to ask
+                stop = bool(all_reduced(torch.tensor(float(stop), device=run.device)))
+            if step % args.eval_interval == 0 or last:
+                record |= {"step": step, "val_loss": validate(run, log)}
+                run.save()
+                log.start_clock()
+            elif stop:
+                run.save()
+            log.write(record)
+            if stop:
+                raise KeyboardInterrupt
+    finally:
+        if in_main:
+            signal.signal(signal.SIGTERM, before)
 
 
 def careful_step(run, batches, is_first):

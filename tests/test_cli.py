@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -306,6 +307,21 @@ def test_rows_end_at_their_stop_id_and_generation_with_the_last(monkeypatch):
     monkeypatch.setattr(sample, "pick_token", picked)
     steps = [ids.tolist() for ids, _ in generate(tiny(), torch.zeros(2, 3).long(), 9, stop=[7, 8])]
     assert steps == [[7, 1], [7, 3], [7, 4], [7, 8]]
+
+
+def test_a_stop_text_may_be_any_letter_or_an_escape():
+    letters = SimpleNamespace(name="letters", encode=lambda text: [ord(c) for c in text])
+    for text, want in (("é", "é"), ("猫", "猫"), ("\\n", "\n"), ("x", "x")):
+        assert sample.stop_id(text, letters) == ord(want)
+
+
+def test_loading_and_running_a_model_do_not_load_the_compiler():
+    """It takes seconds, which every start of sample.py would pay."""
+    code = ("import sys, torch; from sample import *; from model import *\n"
+            "with torch.device('meta'): GPT(GPTConfig())\n"
+            "list(generate(GPT(GPTConfig()), torch.zeros(1, 40).long(), 2))\n"
+            "assert 'torch._dynamo' not in sys.modules")  # fmt: skip
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_padded_vocabulary_ids_are_never_sampled():

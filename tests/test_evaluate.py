@@ -145,6 +145,7 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(capsys):
     assert "files" in fails(capsys, evaluate.main, "recall", "a.txt")
     assert "--max_itres" in fails(capsys, evaluate.main, "recall", "--max_itres=3")
     assert "unrecognized" in fails(capsys, evaluate.main, "loss", "a.txt", "--max_iters=3")
+    assert "one seed" in fails(capsys, evaluate.main, "recall", "--seeds=1,2")
 
 
 # ------------------------------------------------------------------------------------------------

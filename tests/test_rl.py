@@ -59,6 +59,40 @@ def test_a_step_makes_rewarded_responses_likelier():
     assert records[-1]["reward"] > records[0]["reward"] + 0.2
 
 
+@pytest.mark.parametrize("other", ["B12", "B123"])  # in one batch with A12, or in one of its own
+def test_rollouts_that_teach_nothing_count_in_the_mean(other, monkeypatch):
+    """However prompts fall into batches, the loss is the mean over all tokens of all responses."""
+    torch.manual_seed(0)
+    model, norms = tiny(vocab_size=257), []
+    args = type("args", (Args,), dict(
+        kl=0.0, learning_rate=0.0, seed=1, max_iters=1, batch_size=2, updates=1, clip=0.2,
+        max_new_tokens=2, group_size=2,
+    ))  # fmt: skip
+
+    def rollout(model, tokenizer, prompts, args, generator):
+        said = torch.tensor([[65, 66], [67, 68]]).repeat(len(prompts), 1)
+        asked = torch.tensor([list(p.encode()) for p in prompts]).repeat_interleave(2, dim=0)
+        texts = ["AB", "CD"] * len(prompts)
+        return torch.cat((asked, said), dim=1), -torch.ones(said.shape), said > 0, texts
+
+    monkeypatch.setattr(rl, "rollout", rollout)
+    monkeypatch.setattr(rl.random.Random, "choice", lambda self, prompts: prompts.pop())
+    clip = torch.nn.utils.clip_grad_norm_
+    keep = lambda parameters, limit: norms.append(clip(parameters, limit)) or norms[-1]
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", keep)
+    reward = lambda prompt, response: float(prompt[0] == "B" or response == "AB")
+    prompts, device = ["A12", other], torch.device("cpu")
+    list(rl.optimise(model, BYTES, prompts, reward, args, device))
+    ids = torch.tensor([[65, 49, 50, 65, 66], [65, 49, 50, 67, 68]])
+    model.zero_grad()
+    logprobs = rl.response_logprobs(model, ids, 2, 0.7, 257)
+    parts = -torch.ones(2, 2), None, rl.advantages_of(torch.tensor([1.0, 0.0]), 2)
+    loss, _ = rl.policy_loss(logprobs, *parts, torch.ones(2, 2), 0.2, 0.0)
+    (loss / 8).backward()  # two prompts of two rollouts of two tokens
+    want = clip(model.parameters(), 1e9)
+    assert abs(norms[0] - want) <= 1e-5 * want
+
+
 def test_the_built_in_task_runs_and_leaves_a_checkpoint_and_a_record():
     call(rl.main, *QUICK, "--warmup_iters=2", "--kl=0.1")
     assert state("rl")["tokenizer"] == "bytes"
@@ -89,7 +123,9 @@ def test_a_reward_function_that_fails_names_the_prompt(code, word, capsys):
     (["--group_size=1"], "group_size"), (["--temperature=0"], "temperature"),
     (["--reward=none"], "--reward"), (["--dataset=bad.jsonl"], "line 2"),
     (["--max_iters=0"], "max_iters"),
+    (["--dataset=p.jsonl", "--warmup_iters=1"], "trains on sums"),
 ])  # fmt: skip
 def test_a_wrong_flag_is_one_line(flags, word, capsys):
+    pathlib.Path("p.jsonl").write_text('{"prompt": "a"}\n')
     pathlib.Path("bad.jsonl").write_text('{"prompt": "a"}\n{"promt": "b"}\n')
     assert word in fails(capsys, rl.main, *QUICK, *flags)

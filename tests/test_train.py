@@ -291,7 +291,7 @@ def test_a_run_stopped_before_the_switch_goes_on_through_it(text):  # noqa: F811
 def test_a_longer_resumed_run_does_not_go_back_to_full_attention(text, capsys):  # noqa: F811
     call(train.main, *SMALL, "--out_dir=a", "--full_until=0.5")
     call(train.main, "--init_from=resume", "--out_dir=a", "--device=cpu", "--max_iters=20")
-    assert "dropping" not in capsys.readouterr().out
+    assert "dropping" not in capsys.readouterr().err
     assert state("a")["config"]["attention"] == "orthros" and state("a")["step"] == 20
 
 
@@ -306,6 +306,15 @@ def test_training_continues_from_another_runs_weights_at_another_length(text, ca
     )
     error = fails(capsys, train.main, *small, *more, "--n_layer=3", "--out_dir=third")
     assert "n_layer 2 -> 3" in error
+    error = fails(capsys, train.main, *small, *more, "--preset=gpt2", "--out_dir=third")
+    assert "--preset is for a new model" in error
+
+
+def test_a_run_that_fails_leaves_the_signals_as_they_were(text, capsys, monkeypatch):  # noqa: F811
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(train, "evaluate", lambda *args, **kwargs: float("nan"))
+    assert "validation loss is nan" in fails(capsys, train.main, *SMALL, "--out_dir=a")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_record_has_speed_and_flops_of_the_device(text, capsys):  # noqa: F811
