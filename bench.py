@@ -45,7 +45,7 @@ import torch
 import model as M
 from fast import fuse
 from model import GPT, PRESETS, GPTConfig, KVCache, choose_backend, pick_device
-from prepare import Parser, parse_bool, run_cli
+from prepare import Parser, needed, parse_bool, run_cli
 from sample import decode, fast_step, pick_token, prefill
 from train import forward_flops, keys_seen, read_log
 
@@ -409,8 +409,6 @@ def plot(runs, out_dir):
     if not logs:
         raise ValueError("plot needs the --out_dir of at least one training run")
     plt = pyplot()
-    if plt is None:
-        return
     panels = {"loss in nats a token": ("loss", "val_loss"), "reward": ("reward",), "KL": ("kl",),
               "learning rate": ("lr",), "gradient norm": ("grad_norm",),
               "tokens/s": ("tokens_per_s",), "MFU": ("mfu",),
@@ -446,8 +444,6 @@ def plot(runs, out_dir):
 def mask(window, sink, out_dir):
     """Two pictures of the contract of attend: masks.png and reach.png."""
     plt = pyplot()
-    if plt is None:
-        return
     from matplotlib.colors import ListedColormap
 
     style = dict(cmap=ListedColormap(["white", "tab:blue", "tab:orange"]), vmin=0, vmax=2)
@@ -553,9 +549,10 @@ def complete(args, device, dtype):
         args.T = [int(x) for x in str(args.T or default).split(",")]
     except ValueError:
         raise ValueError(f"--T must be whole numbers separated by commas, not '{args.T}'") from None
-    if min(*args.T, args.repeats, args.chunk, args.batch_size, args.max_new_tokens + 1) < 1:
-        raise ValueError("--T, --repeats, --chunk and --batch_size must be at least 1, and "
-                         "--max_new_tokens at least 0")  # fmt: skip
+    for name, least in dict(T=1, repeats=1, chunk=1, batch_size=1, max_new_tokens=0).items():
+        value = min(args.T) if name == "T" else getattr(args, name)
+        if value < least:
+            raise ValueError(f"--{name} must be at least {least}, not {value}")
     if train and len(args.T) > 1:
         raise ValueError(f"train takes one --T, not {len(args.T)}")
     if args.T_out is not None and not 1 <= args.T_out <= args.T[0]:
@@ -606,6 +603,8 @@ def measure(args, device, dtype):
 
 def main():
     args = build_parser().parse_args()
+    if args.command in ("plot", "mask"):
+        needed("matplotlib", "plot")
     if args.command == "plot":
         return plot(args.runs, args.out_dir)
     if args.command == "mask":

@@ -24,6 +24,7 @@ Columns of compare: validation loss in nats (mean and standard deviation over se
   of a seed, training and evaluation
 """
 
+import argparse
 import contextlib
 import functools
 import json
@@ -39,7 +40,8 @@ import numpy as np
 import torch
 
 import train
-from model import GPT, KVCache, choose_backend, load_checkpoint, pick_device
+from bench import pyplot
+from model import GPT, GPTConfig, KVCache, choose_backend, load_checkpoint, pick_device
 from prepare import Parser, decoded, load_tokenizer, local_files, needed, run_cli, tokenizer_of
 from sample import prefill
 
@@ -175,7 +177,7 @@ def recall_by_distance(model, data, n, device):
 def evaluate_recall(args, device, dtype):
     rows = []
     flags = ["--dataset=recall", "--max_iters=1400", *args.rest]
-    for variant in (args.variants or RECALL_VARIANTS).split(";"):
+    for variant in variants_of(args, RECALL_VARIANTS, flags):
         run, _ = trained(variant, flags, args.seeds[0], SpreadRecall)
         c, data = run.model.config, run.data
         distances, right = recall_by_distance(run.model.eval(), data, EPISODES, device)
@@ -194,15 +196,18 @@ def evaluate_recall(args, device, dtype):
 
 
 def draw_recall(rows, axes):
+    edges = rows[0]["edges"]
+    width = 0.8 / len(rows)
     for number, row in enumerate(rows):
-        places = [(a + b - 1) / 2 for a, b in zip(row["edges"], row["edges"][1:])]
-        axes.plot(places, row["right"], "o-", color=f"C{number}", label=row["variant"], alpha=0.8)
-    for name, x in (("window", rows[0]["edges"][1]), ("reach of all windows", rows[0]["edges"][2])):
-        axes.axvline(x - 0.5, color="gray", linestyle=":")
-        axes.text(x, 0.02, name, fontsize=8, color="gray")
+        places = [group - 0.4 + (number + 0.5) * width for group in range(len(edges) - 1)]
+        heights = [share or 0 for share in row["right"]]
+        axes.bar(places, heights, width, color=f"C{number}", label=row["variant"])
+    where = ("in the window", "in reach of all windows", "beyond", "far beyond")
+    spans = [f"{a} to {b - 1}\n{name}" for a, b, name in zip(edges, edges[1:], where)]
+    axes.set_xticks(range(len(spans)), spans)
     axes.set(xlabel="tokens from the question back to its answer", ylabel="share right",
-             ylim=(-0.03, 1.05))  # fmt: skip
-    axes.legend()
+             yticks=(0, 0.25, 0.5, 0.75, 1), ylim=(0, 1.4))  # fmt: skip # room for the legend
+    axes.legend(ncols=2, loc="upper center")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -252,19 +257,33 @@ class PeerRun(train.Run):
         return super().wrap()
 
 
-def trained(variant, flags, seed, data=None):
-    """Train a variant, '[attention or peer] [flags of train.py]', by train.py's own loop. data: the
-    class of its dataset, if it is not what --dataset says. Returns (the Run, its log's records)."""
+def variant_args(variant, flags, seed):
+    """(class of its run, flags of train.py) of '[attention or peer] [flags of train.py]'."""
     attention, *own = shlex.split(variant) or [""]
     kind = train.Run
     if attention in PEERS:
         kind, attention = functools.partial(PeerRun, attention), "full"
+    GPTConfig(attention=attention)  # a ValueError, if there is none such
     name = "".join(c if c.isalnum() else "-" for c in f"{variant} {seed}")
     name += f"-{zlib.crc32(' '.join(flags).encode()):08x}"  # other flags, another run
     out_dir = os.path.join("out", "evaluate", name)
-    os.makedirs(out_dir, exist_ok=True)
-    args = train.parse_args([*flags, *own, f"--attention={attention}", f"--seed={seed}",
-                             f"--out_dir={out_dir}"])  # fmt: skip
+    return kind, train.parse_args([*flags, *own, f"--attention={attention}", f"--seed={seed}",
+                                   f"--out_dir={out_dir}"])  # fmt: skip
+
+
+def variants_of(args, default, flags):
+    """The variants asked for, each looked at before the first is trained."""
+    variants = (args.variants or default).split(";")
+    for variant in variants:
+        variant_args(variant, flags, args.seeds[0])
+    return variants
+
+
+def trained(variant, flags, seed, data=None):
+    """Train a variant by train.py's own loop. data: the class of its dataset, if it is not what
+    --dataset says. Returns (the Run, its log's records)."""
+    kind, args = variant_args(variant, flags, seed)
+    os.makedirs(args.out_dir, exist_ok=True)
     device, dtype = train.start_processes(args)
     choose_backend(args.backend)
     torch.compiler.reset()  # it gives up on code that it has compiled for too many models
@@ -275,7 +294,7 @@ def trained(variant, flags, seed, data=None):
         log = train.Log(run)
         log.peak = None if isinstance(run, PeerRun) else log.peak  # their FLOPs are not counted
         train.train(run, log)
-    return run, train.read_log(out_dir)
+    return run, train.read_log(args.out_dir)
 
 
 @torch.no_grad()
@@ -295,10 +314,10 @@ def loss_by_quarter(run):
 
 
 def evaluate_compare(args, device, dtype):
-    rows = []
+    rows, variants = [], variants_of(args, VARIANTS, args.rest)
     print(f"{'variant':32}{'val loss':>10}{'+-':>8}{'1/4':>8}{'2/4':>8}{'3/4':>8}{'4/4':>8}"
           f"{'tokens/s':>11}{'FLOPs':>7}")  # fmt: skip
-    for variant in (args.variants or VARIANTS).split(";"):
+    for variant in variants:
         try:
             row = over_seeds(variant, args)
         except (RuntimeError, ValueError) as error:
@@ -427,7 +446,7 @@ def evaluate_harness(args, device, dtype):
 # ------------------------------------------------------------------------------------------------
 
 
-def keep(args, rows, draw):
+def keep(args, rows, draw, plt):
     """Write the rows and their circumstances to --json, and a picture beside it."""
     if not args.json:
         return
@@ -438,9 +457,6 @@ def keep(args, rows, draw):
     )  # fmt: skip
     with open(args.json, "w", encoding="utf-8") as file:
         json.dump(record, file, indent=1)
-    from bench import pyplot
-
-    plt = pyplot() if draw else None
     if plt:
         figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
         draw(rows, axes)
@@ -453,7 +469,10 @@ def without_nan(values):
 
 
 def numbers(text):
-    return [int(x) for x in text.split(",")]
+    try:
+        return [int(x) for x in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError("must be whole numbers, as in 1,2,3") from None
 
 
 OF_MODEL = "out_dir tokenizer attention window sink"
@@ -533,12 +552,14 @@ def parse_args():
 
 def main():
     args = parse_args()
-    if args.json:
-        open(args.json, "a").close()  # better now than after an hour
+    run, draw, _ = COMMANDS[args.command]
+    plt = None
+    if args.json:  # what is missing is better said now than after an hour
+        open(args.json, "a").close()
+        plt = pyplot() if draw else None
     device, dtype = pick_device(args.device, args.dtype)
     choose_backend(args.backend)
-    run, draw, _ = COMMANDS[args.command]
-    keep(args, run(args, device, dtype), draw)
+    keep(args, run(args, device, dtype), draw, plt)
 
 
 if __name__ == "__main__":

@@ -755,7 +755,9 @@ def read_checkpoint(out_dir, mmap=False):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         checkpoint["model"], GPTConfig(**checkpoint["config"])
     except Exception as error:  # unpickling a damaged file raises almost anything
-        raise ValueError(f"{path} is not a checkpoint of ours, or is damaged: {error}") from error
+        why = str(error).splitlines()[0].split(". ")[0]
+        why = "" if "mmap" in why else f" ({why})"  # about how it was read, not what is wrong
+        raise ValueError(f"{path} is not a checkpoint of ours, or is damaged{why}") from error
     return checkpoint
 
 
@@ -781,8 +783,8 @@ def model_of(checkpoint, out_dir, device="cpu", **overrides):
         raise ValueError(f"{out_dir}/ckpt.pt does not fit the model asked for ({why})")
     surplus = state.keys() - own.keys()
     if surplus:
-        lacks = f"scale and offset tensors that {config.attention} lacks"
-        print(f"dropping {len(surplus)} {lacks}", file=sys.stderr)
+        print(f"attention {config.attention} has no scale and offset: {len(surplus)} tensors of "
+              f"{out_dir}/ckpt.pt are not used", file=sys.stderr)  # fmt: skip
     dtype = state["wte.weight"].dtype
     for name in own.keys() - state.keys():
         fill = torch.ones if ".alpha_" in name else torch.zeros

@@ -435,10 +435,11 @@ def load_meta(name):
     """meta.json of data/NAME, or a ValueError that says how to make it."""
     path = os.path.join(DATA_DIR, name, "meta.json")
     if not os.path.exists(path):
-        known = sorted(p.parent.name for p in pathlib.Path(DATA_DIR).glob("*/meta.json"))
+        known = {p.parent.name for p in pathlib.Path(DATA_DIR).glob("*/meta.json")}
         raise ValueError(
             f"unknown dataset '{name}': there is no {path}. Known here: "
-            f"{', '.join([*known, 'stdlib', 'recall'])}. Make one: prepare.py FILE --name={name}"
+            f"{', '.join(sorted(known | {'stdlib', 'recall'}))}. Make one: "
+            f"prepare.py FILE --name={os.path.basename(name.rstrip('/'))}"
         )
     try:
         with open(path, encoding="utf-8") as file:
@@ -522,7 +523,7 @@ def decoded(file):
     decoder, checked = codecs.getincrementaldecoder("utf-8")("replace"), False
     while block := file.read(PART):
         if not checked and b"\0" in block:
-            raise OSError("it has zero bytes: not UTF-8 text")
+            raise OSError("NUL bytes are in it, so it is not UTF-8 text")
         checked = True
         yield decoder.decode(block)
     yield decoder.decode(b"", final=True)
@@ -691,6 +692,8 @@ def prepare(name, files, tokenizer, source, val_fraction, field="text", skip_bad
     final = pathlib.Path(os.path.realpath(pathlib.Path(DATA_DIR, name)))
     folder = final.with_name(f"{final.name}.tmp")
     refuse_strangers(final)
+    if final.exists():
+        print(f"{final} will be replaced when the new one is whole", file=sys.stderr)
     files = sorted(files)
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     changed = lambda path: os.stat(path).st_mtime_ns if os.path.isfile(path) else None

@@ -55,8 +55,10 @@ def load_reward(text):
     if text == "addition":
         return addition
     path, _, name = text.rpartition(":")
-    if not path.endswith(".py") or not os.path.isfile(path):
+    if not path.endswith(".py"):
         raise ValueError(f"--reward must be addition or FILE.py:function, not '{text}'")
+    if not os.path.isfile(path):
+        raise ValueError(f"--reward: there is no file {path}")
     spec = importlib.util.spec_from_file_location("reward", path)
     module = importlib.util.module_from_spec(spec)
     try:
@@ -197,7 +199,8 @@ def optimise(model, tokenizer, prompts, reward, args, device):
         kl = 0.0
         for _ in range(args.updates if batches else 0):
             kl += update(model, tokenizer, optimizer, batches, total, args, step) / args.updates
-        yield {"step": step, "reward": torch.cat(rewards).mean().item(), "kl": kl}
+        reward_of_step = torch.cat(rewards).mean().item()
+        yield {"step": step, "reward": reward_of_step, "kl": kl if args.kl else None}
 
 
 def update(model, tokenizer, optimizer, batches, total, args, step):
@@ -292,7 +295,8 @@ def write_log(records, args):
             recent.append(record["reward"])
             if record["step"] % 10 == 0 or record["step"] == args.max_iters:
                 mean = sum(recent) / len(recent)
-                bar.write(f"step {record['step']:>5}  reward {mean:.3f}  kl {record['kl']:.4f}")
+                kl = f"  kl {record['kl']:.4f}" if args.kl else ""
+                bar.write(f"step {record['step']:>5}  reward {mean:.3f}{kl}")
                 recent.clear()
 
 

@@ -77,8 +77,9 @@ def generate(
     B, T = idx.shape
     if T == 0:
         raise ValueError("the prompt is empty; start from the tokenizer's end-of-text id")
-    if max_new_tokens < 1 or prefill_chunk < 1:
-        raise ValueError("max_new_tokens and prefill_chunk must be at least 1")
+    for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
     check_sampling(temperature, top_k, top_p)
     needed = T + max_new_tokens - 1
     if cache is None:

@@ -516,7 +516,7 @@ def parse_args(argv=None):
                              f"good; --preset={args.preset} is for a new one")  # fmt: skip
         if changed and os.environ.get("RANK", "0") == "0":
             changes = ", ".join(f"{k} {saved[k]} -> {getattr(args, k)}" for k in changed)
-            print(f"not the run it was: {changes}")
+            print(f"changed since the run was started: {changes}")
     elif args.init_from == "scratch":
         recipe = "recall" if args.dataset == "recall" else args.preset
         parser.set_defaults(**PRESETS[args.preset])
@@ -529,7 +529,8 @@ def parse_args(argv=None):
         parser.set_defaults(**RECIPES["continue" if args.mode == "pt" else "sft"])
         args = parser.parse_args(argv)
     else:
-        raise ValueError(f"--init_from must be scratch, resume or a folder, not '{args.init_from}'")
+        raise ValueError(f"--init_from must be scratch, resume or a folder; '{args.init_from}' is "
+                         f"none of these")  # fmt: skip
     check_flags(args)
     return args
 
@@ -977,7 +978,11 @@ def main(argv=None):
     args = parse_args(argv)
     device, dtype = start_processes(args)
     rank, ranks = world()
+    if os.path.isfile(args.out_dir):
+        raise ValueError(f"--out_dir must be a folder, and {args.out_dir} is a file")
     os.makedirs(args.out_dir, exist_ok=True)
+    if rank == 0 and args.init_from != "resume" and os.path.exists(f"{args.out_dir}/ckpt.pt"):
+        print(f"{args.out_dir}/ckpt.pt of an earlier run will be replaced", file=sys.stderr)
     data = open_data(args)
     backend = choose_backend(args.backend)
     run = Run(args, data, device, dtype)

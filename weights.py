@@ -135,6 +135,8 @@ def their_folder(source):
     """(path, its config.json) of a folder, or of a hub's model, which is downloaded."""
     folder = pathlib.Path(source)
     if not folder.is_dir():
+        if source.count("/") != 1 or source[0] in "./~":  # a hub's name is OWNER/NAME
+            raise ValueError(f"there is no folder {source}")
         hub = needed("huggingface_hub", "hf")
         try:
             folder = pathlib.Path(

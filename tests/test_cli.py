@@ -428,7 +428,10 @@ def test_a_short_T_out_is_compared_with_predicting_everywhere():
     assert short["limit ms"] < whole["limit ms"] and short["x full"] is None
 
 
-def test_masks_are_drawn():
+def test_masks_are_drawn(capsys, monkeypatch):
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib", None)
+        assert "'.[plot]'" in fails(capsys, bench.main, "mask", "--out_dir=b")
     pytest.importorskip("matplotlib")
     call(bench.main, "mask", "--window=3", "--sink=1", "--out_dir=b")
     assert {"masks.png", "reach.png"} <= set(os.listdir("b"))

@@ -146,6 +146,11 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(capsys):
     assert "--max_itres" in fails(capsys, evaluate.main, "recall", "--max_itres=3")
     assert "unrecognized" in fails(capsys, evaluate.main, "loss", "a.txt", "--max_iters=3")
     assert "one seed" in fails(capsys, evaluate.main, "recall", "--seeds=1,2")
+    for command in ("recall", "compare"):  # before the first variant is trained
+        assert "'foo'" in fails(capsys, evaluate.main, command, "--variants=orthros;foo")
+        assert "--windw" in fails(capsys, evaluate.main, command, "--variants=full;swa --windw=3")
+    assert "whole numbers" in fails(capsys, evaluate.main, "compare", "--seeds=a")
+    assert not os.path.exists("out/evaluate")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -124,6 +124,7 @@ def test_a_reward_function_that_fails_names_the_prompt(code, word, capsys):
     (["--reward=none"], "--reward"), (["--dataset=bad.jsonl"], "line 2"),
     (["--max_iters=0"], "max_iters"),
     (["--dataset=p.jsonl", "--warmup_iters=1"], "trains on sums"),
+    (["--reward=none.py:f", "--dataset=p.jsonl"], "no file none.py"),
 ])  # fmt: skip
 def test_a_wrong_flag_is_one_line(flags, word, capsys):
     pathlib.Path("p.jsonl").write_text('{"prompt": "a"}\n')

@@ -291,7 +291,7 @@ def test_a_run_stopped_before_the_switch_goes_on_through_it(text):  # noqa: F811
 def test_a_longer_resumed_run_does_not_go_back_to_full_attention(text, capsys):  # noqa: F811
     call(train.main, *SMALL, "--out_dir=a", "--full_until=0.5")
     call(train.main, "--init_from=resume", "--out_dir=a", "--device=cpu", "--max_iters=20")
-    assert "dropping" not in capsys.readouterr().err
+    assert "not used" not in capsys.readouterr().err
     assert state("a")["config"]["attention"] == "orthros" and state("a")["step"] == 20
 
 
