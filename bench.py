@@ -58,7 +58,7 @@ def sync(device):
         torch.cuda.synchronize(device)
 
 
-def median_time(call, device, repeats, warmup=1):
+def median_time(call, device, repeats, warmup):
     """Median seconds of call(), after warm-up, the device idle at both clock reads."""
     times = []
     for i in range(warmup + repeats):
@@ -91,7 +91,11 @@ def check_memory(args, config, device, dtype):
         count = GPT(config).num_params()
     c, size = config, dtype.itemsize
     row = (8 * c.n_embd + 3 * c.n_hidden) * size  # activations of one token in one layer
-    if args.command != "train":
+    if args.kernels:  # queries, keys, values; in float32 for the reference, with a key a head
+        heads = c.n_head + c.n_kv_head
+        need = max(args.T) * c.head_dim * ((heads + c.n_kv_head) * size + 8 * heads)
+        lower = "--T"
+    elif args.command != "train":
         B = args.batch_size if args.command == "decode" else 1
         keys = 2 * c.n_layer * B * max(args.T) * c.n_kv_head * c.head_dim * size
         need = count * size + keys + B * min(args.chunk, max(args.T)) * row
@@ -103,9 +107,9 @@ def check_memory(args, config, device, dtype):
         lower = "--batch_size or --n_layer"
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
-    elif device.type == "cpu" and hasattr(os, "sysconf"):
-        name = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-        free = os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
+    elif device.type == "cpu" and os.path.exists("/proc/meminfo"):
+        with open("/proc/meminfo") as file:
+            free = next(int(x.split()[1]) * 1024 for x in file if x.startswith("MemAvailable"))
     else:
         return
     if need > free:
@@ -453,8 +457,9 @@ def mask(window, sink, out_dir):
     print(f"drawn to {out_dir}/masks.png and {out_dir}/reach.png")
 
 
-def draw_masks(plt, style, window, sink, T=12):
+def draw_masks(plt, style, window, sink):
     """Every phase's queries (rows) and the keys that they see."""
+    T = 12
     phases = {
         "pre-training": (T, T),
         "fine-tuning, RL": (T, 4),
@@ -480,8 +485,9 @@ def draw_masks(plt, style, window, sink, T=12):
     return figure
 
 
-def draw_reach(plt, style, window, sink, T=32, layers=6):
+def draw_reach(plt, style, window, sink):
     """What the last position knows of after each layer."""
+    T, layers = 32, 6
     sees, knows = M.visible(T, T, window, sink).float(), torch.eye(T)
     rows = []
     for _ in range(layers):
@@ -515,8 +521,8 @@ def build_parser():
     add("--chunk", type=int, help="tokens a prefill chunk (default 2048; 32768 on a GPU)")
     add("--batch_size", type=int, help="sequences a training step (default 4; 32 on a GPU), or "
         "decoded at once (default 1)")  # fmt: skip
-    add("--max_new_tokens", type=int, default=128, help="decode: tokens of each answer end to end; "
-        "0 leaves that out")  # fmt: skip
+    add("--max_new_tokens", type=int, help="decode: tokens of each answer end to end (default "
+        "128); 0 leaves that out")  # fmt: skip
     add("--T_out", type=int, help="output tokens a sequence in training (default all)")
     add("--repeats", type=int, default=5)
     add("--seed", type=int, default=1337)
@@ -536,6 +542,12 @@ def complete(args, device, dtype):
         raise ValueError(f"{args.command} takes no folders: {' '.join(args.runs)}")
     if args.kernels and args.command != "prefill":
         raise ValueError("--kernels belongs to prefill")
+    for name, command in dict(T_out="train", max_new_tokens="decode").items():
+        if getattr(args, name) is not None and args.command != command:
+            raise ValueError(f"--{name} belongs to {command}")
+    if args.batch_size is not None and args.command == "prefill":
+        raise ValueError("--batch_size belongs to train and decode: prefill reads one sequence")
+    args.max_new_tokens = 128 if args.max_new_tokens is None else args.max_new_tokens
     args.preset = args.preset or ("laptop" if not gpu else "gpt2" if train else "qwen3-8b")
     if args.preset not in PRESETS:
         raise ValueError(f"unknown preset '{args.preset}'; known are {', '.join(PRESETS)}")
@@ -602,7 +614,7 @@ def measure(args, device, dtype):
 
 
 def main():
-    args = build_parser().parse_args()
+    args = build_parser().parse_intermixed_args()
     if args.command in ("plot", "mask"):
         needed("matplotlib", "plot")
     if args.command == "plot":

@@ -65,7 +65,11 @@ def text_tokens(tokenizer, args, limit):
     ids = []
     for _, _, fetch in local_files(args.files, args.glob):
         with open(fetch(), "rb") as file:
-            ids += tokenizer.encode("".join(decoded(file))).tolist() + [tokenizer.eot]
+            try:
+                text = "".join(decoded(file))
+            except OSError as error:
+                raise ValueError(f"{file.name} cannot be read: {error}") from error
+            ids += tokenizer.encode(text).tolist() + [tokenizer.eot]
         if len(ids) > limit:
             break
     return ids
@@ -151,7 +155,7 @@ class SpreadRecall(train.RecallData):
         return self.episodes(rng, sizes, (room * rng.random(sizes.shape)).astype(int))
 
     def train_batch(self, B, seed, step, m):
-        if step < 700 or step % 2:  # half of the steps: the far ones are the hard ones
+        if step < 700 or step % 2:  # three steps of four: the far ones are the hard ones
             return super().train_batch(B, seed, step, m)
         rng = np.random.default_rng((seed, step, m))
         return self.spread(rng, self.small_and_large(rng, B))
@@ -275,7 +279,8 @@ def variants_of(args, default, flags):
     """The variants asked for, each looked at before the first is trained."""
     variants = (args.variants or default).split(";")
     for variant in variants:
-        variant_args(variant, flags, args.seeds[0])
+        for seed in args.seeds:
+            variant_args(variant, flags, seed)
     return variants
 
 
@@ -299,7 +304,7 @@ def trained(variant, flags, seed, data=None):
 
 @torch.no_grad()
 def loss_by_quarter(run):
-    """Mean validation loss of each quarter of the window."""
+    """Mean validation loss of each quarter of the block."""
     totals, counts = torch.zeros(4), torch.zeros(4)
     for x, y in run.data.val_batches(run.args.batch_size, run.args.eval_windows):
         x, y = x.to(run.device), y.to(run.device)
@@ -555,6 +560,9 @@ def main():
     run, draw, _ = COMMANDS[args.command]
     plt = None
     if args.json:  # what is missing is better said now than after an hour
+        if args.json.endswith(".png"):
+            raise ValueError("--json is the table's file; the picture goes beside it as .png")
+        os.makedirs(os.path.dirname(args.json) or ".", exist_ok=True)
         open(args.json, "a").close()
         plt = pyplot() if draw else None
     device, dtype = pick_device(args.device, args.dtype)

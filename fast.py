@@ -62,6 +62,7 @@ def save_for_backward(ctx, inputs, output):
 
 
 def backward(ctx, dy, dlse):
+    """Gradients of q, k, v, given those of y and of lse (None: lse was not used)."""
     dlse = None if dlse is None else dlse.contiguous()
     return *flash4_backward(*ctx.saved_tensors, dy, dlse, ctx.left), None
 
@@ -73,9 +74,10 @@ def merge_sink(y, lse, q, k, v, window, S):
     """Add sink keys to a window's attention without computing it again. Twin: attend_masked.
 
     y, q (B, Tq, H, D): the window's result and its queries, the last Tq of S positions; lse
-    (B, H, Tq): the logarithm of the softmax's denominator; k, v (B, sink, Hk, D). Returns y.
-    Both parts are softmax averages, so their denominators e^lse say how much each one weighs, as
-    in ring attention. A sink key that is still inside the window has been counted there.
+    (B, H, Tq): the logarithm of the softmax's denominator; k, v (B, sink, Hk, D). Returns the
+    merged y; without gradients on a GPU that is y itself, changed in place. Both parts are softmax
+    averages, so their denominators e^lse say how much each one weighs, as in ring attention. A sink
+    key that is still inside the window has been counted there.
     """
     B, Tq, H, D = q.shape
     sink, Hk = k.size(1), k.size(2)
@@ -156,7 +158,8 @@ def why_not(model):
     if not weight.is_cuda or triton is None:
         return "fast.py needs an NVIDIA GPU and Triton"
     if weight.dtype == torch.float16 or model.compute_dtype not in (None, weight.dtype):
-        return f"its kernels are for weights in bfloat16 or float32, not {weight.dtype}"
+        return (f"its kernels need weights and activations of one dtype, bfloat16 or float32, not "
+                f"{weight.dtype} and {model.compute_dtype or weight.dtype}")  # fmt: skip
     if c.head_dim & (c.head_dim - 1) or c.head_dim < 16:
         return f"its kernels need a head_dim of 16, 32, 64, ..., not {c.head_dim}"
     return None

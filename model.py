@@ -60,7 +60,7 @@ class GPTConfig:
     n_kv_head: int | None = None  # None: n_head
     n_embd: int = 128
     head_dim: int | None = None  # None: n_embd / n_head
-    n_hidden: int | None = None  # None: 8/3 n_embd, up to 64s; SwiGLU then costs what a 4x MLP does
+    n_hidden: int | None = None  # None: 8/3 n_embd, rounded up to 64s: SwiGLU as dear as a 4x MLP
     window: int = 32  # keys a base token sees, itself included
     sink: int = 0  # first keys that stay visible to every base token; ours, 0 is the paper
     attention: str = "orthros"  # or 'full', 'swa', or a repeating pattern such as 'swa,swa,full'
@@ -738,6 +738,13 @@ def save_checkpoint(out_dir, checkpoint):
             os.remove(tmp)
 
 
+def warn_replaced(out_dir):
+    """Say that an earlier run's checkpoint is there, before it is lost."""
+    if os.path.exists(os.path.join(out_dir, "ckpt.pt")):
+        print(f"an earlier run in {out_dir} will be replaced, ckpt.pt and log.jsonl",
+              file=sys.stderr)  # fmt: skip
+
+
 def load_checkpoint(out_dir, device="cpu", **overrides):
     """(model, checkpoint) from out_dir/ckpt.pt. overrides: fields of GPTConfig to change."""
     checkpoint = read_checkpoint(out_dir, mmap=True)  # optimizer state stays on the disk
@@ -755,7 +762,7 @@ def read_checkpoint(out_dir, mmap=False):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         checkpoint["model"], GPTConfig(**checkpoint["config"])
     except Exception as error:  # unpickling a damaged file raises almost anything
-        why = str(error).splitlines()[0].split(". ")[0]
+        why = (str(error) or type(error).__name__).splitlines()[0].split(". ")[0]
         why = "" if "mmap" in why else f" ({why})"  # about how it was read, not what is wrong
         raise ValueError(f"{path} is not a checkpoint of ours, or is damaged{why}") from error
     return checkpoint

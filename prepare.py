@@ -13,8 +13,8 @@
 
 A dataset is a folder data/NAME of shards train_000000.bin..., val_000000.bin... and a meta.json.
 A shard is the format of llm.c and modded-nanogpt: 256 int32 (magic, version, token count), then the
-tokens as uint16 or uint32, so shards that others published load as they are. Work that was
-interrupted goes on with the same command.
+tokens as uint16 or uint32, so shards that others published load as they are, once a meta.json is
+beside them. Work that was interrupted goes on with the same command.
 """
 
 import argparse
@@ -523,7 +523,9 @@ def decoded(file):
     decoder, checked = codecs.getincrementaldecoder("utf-8")("replace"), False
     while block := file.read(PART):
         if not checked and b"\0" in block:
-            raise OSError("NUL bytes are in it, so it is not UTF-8 text")
+            raise OSError(
+                "it is not UTF-8 text: NUL bytes are in it, as in UTF-16 or a binary file"
+            )
         checked = True
         yield decoder.decode(block)
     yield decoder.decode(b"", final=True)
@@ -691,8 +693,12 @@ def prepare(name, files, tokenizer, source, val_fraction, field="text", skip_bad
     """
     final = pathlib.Path(os.path.realpath(pathlib.Path(DATA_DIR, name)))
     folder = final.with_name(f"{final.name}.tmp")
-    refuse_strangers(final)
+    for place in (final, folder):
+        refuse_strangers(place)
+    old = final.with_name(f"{final.name}.old")
     if final.exists():
+        if old.exists():
+            raise ValueError(f"{old} would be lost when {final} is replaced; move or remove it")
         print(f"{final} will be replaced when the new one is whole", file=sys.stderr)
     files = sorted(files)
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
@@ -791,8 +797,9 @@ def refuse_strangers(folder):
     """A dataset's folder is replaced whole, so it must hold nothing else."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; take another --name")
-    carried = ("meta.json", "tokenizer.json", "chat_template.jinja")
-    own = lambda name: name.endswith(".bin") or name in carried
+    carried = ("meta.json", "progress.json", "tokenizer.json", "tokenizer_config.json",
+               "chat_template.jinja")  # fmt: skip
+    own = lambda name: name.endswith((".bin", ".tmp")) or name in carried
     strangers = [path.name for path in folder.glob("*") if not own(path.name)]
     if strangers:
         raise ValueError(
@@ -803,7 +810,7 @@ def refuse_strangers(folder):
 def load_progress(folder, settings, can_go_on):
     """Where an interrupted run with the same settings stopped, or the beginning."""
     path = folder / "progress.json"
-    if path.exists() and can_go_on:
+    if path.exists():
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
             same = saved["settings"] == json.loads(json.dumps(settings))
@@ -814,8 +821,9 @@ def load_progress(folder, settings, can_go_on):
                 f"{folder} is of an interrupted run with other flags or files: repeat that "
                 f"command, or remove the folder"
             )
-        print(f"going on after {saved['state']['documents']:,} documents of {folder}")
-        return saved["state"]
+        if can_go_on:  # else both are from standard input, whose text is gone: begin again
+            print(f"going on after {saved['state']['documents']:,} documents of {folder}")
+            return saved["state"]
     shutil.rmtree(folder, ignore_errors=True)
     return {"file": 0, "part": 0, "documents": 0, "bad": 0, "shards": 0,
             "tokens": {"train": 0, "val": 0}}  # fmt: skip
@@ -888,12 +896,13 @@ def finish(final, folder, tokenizer, dtype, source, state):
         "skipped": state["bad"], "source": source,
     })  # fmt: skip
     old = final.with_name(f"{final.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
+    replaces = final.exists()
+    if replaces:
         final.rename(old)
     folder.rename(final)
     (final / "progress.json").unlink(missing_ok=True)
-    shutil.rmtree(old, ignore_errors=True)
+    if replaces:
+        shutil.rmtree(old)
     skipped = f"; {state['bad']:,} bad records skipped" if state["bad"] else ""
     print(f"{final.name}: {state['tokens']['train']:,} training and {state['tokens']['val']:,} "
           f"validation tokens of {state['documents']:,} documents{skipped}")  # fmt: skip
@@ -940,7 +949,7 @@ def download_fineweb10B(name, num_shards):
     print(f"{folder}: {counts['train']:,} training and {counts['val']:,} validation tokens")
 
 
-def info(name, show=3):
+def info(name):
     """Print what data/NAME holds, and check every shard whole. A bad one is a ValueError."""
     name = os.path.basename(os.path.normpath(name))
     meta = load_meta(name)
@@ -960,9 +969,9 @@ def info(name, show=3):
         raise ValueError(f"{len(broken)} shards are broken, the first: {broken[0]}")
     tokenizer = load_tokenizer(meta["tokenizer"])
     tokens = load_split(name, "val", meta)[0][:100_000]
-    ends = np.flatnonzero(tokens == tokenizer.eot)[:show]
+    ends = np.flatnonzero(tokens == tokenizer.eot)[:3]  # the first three documents
     starts = np.append(0, ends + 1)
-    for start in starts[starts < len(tokens)][:show]:
+    for start in starts[starts < len(tokens)][:3]:
         end = next((end for end in ends if end >= start), len(tokens))
         text = tokenizer.decode_bytes(tokens[start : min(end, start + 200)].tolist())
         print(f"\n--- a validation document\n{text.decode('utf-8', 'replace')}")
@@ -972,7 +981,8 @@ def build_parser():
     parser = Parser(__doc__)
     add = parser.add_argument
     add("source", nargs="+", help="stdlib, openwebtext, fineweb-edu, fineweb10B, hf REPO, info "
-        "NAME, or files and folders (./stdlib for a folder of that name)")  # fmt: skip
+        "NAME, weights MODEL, export DIR FOLDER, or files and folders (./stdlib for a folder of "
+        "that name)")  # fmt: skip
     add("--name", help="the dataset becomes data/NAME (default for the hub: the data set's)")
     add("--glob", default="*.txt", help="which files of a folder (default *.txt)")
     add("--files", default="*.parquet", help="which files of hf REPO (default *.parquet)")
@@ -1010,6 +1020,9 @@ def main():
     if not name or not re.fullmatch(r"\w[\w.-]*", name) or name.endswith((".tmp", ".old")):
         raise ValueError(f"--name must be a plain folder name, as in --name=mine, not {name!r}")
     if command == "fineweb10B":
+        for flag in ("tokenizer", "max_tokens", "val_fraction"):
+            if getattr(args, flag) is not None:
+                raise ValueError(f"--{flag} means nothing to fineweb10B: its shards are tokens")
         return download_fineweb10B(name, args.num_shards)
     files, source = find_text(args, command, rest)
     tokenizer = load_tokenizer(args.tokenizer or ("gpt2" if hub else "bytes"))

@@ -3,11 +3,11 @@
     python rl.py --warmup_iters=300 --out_dir=out-rl      sums of two digits, from nothing, on a CPU
     python rl.py --init_from=DIR --dataset=PROMPTS.jsonl --reward=FILE.py:function
 
-A step: G rollouts of each prompt, decoded in pairs; a reward for each; the advantage of a rollout
-is its reward less its group's mean, over the group's deviation; then the policy is moved where
-advantages are positive, with T_out = the response. The log-probabilities that decoding returns are
-those that training computes (the test that says so is in tests/test_chat.py), so the first ratio
-is 1.
+A step: some rollouts of each prompt (--group_size), decoded in pairs; a reward for each; the
+advantage of a rollout is its reward less its group's mean, over the group's deviation; then the
+policy is moved where advantages are positive, with T_out = the response. The log-probabilities that
+decoding returns are those that training computes (the test that says so is in tests/test_chat.py),
+so the first ratio is 1.
 
     L = -mean_t min(r_t A, clip(r_t, 1 - e, 1 + e) A) + beta KL,   r_t = p(y_t) / p_rollout(y_t)
 
@@ -35,6 +35,7 @@ from model import (
     load_checkpoint,
     pick_device,
     save_checkpoint,
+    warn_replaced,
 )
 from prepare import Parser, carry_tokenizer, load_tokenizer, run_cli, tokenizer_of
 from sample import generate
@@ -100,7 +101,7 @@ def load_prompts(path):
 
 @torch.no_grad()
 def rollout(model, tokenizer, prompts, args, generator):
-    """G responses to each of some prompts that are equally long in tokens; rows = prompts * G.
+    """group_size responses to each of some prompts that are equally long in tokens: the rows.
 
     Returns ids (rows, T + R), log-probabilities (rows, R), which of those R tokens count (up to the
     one that ends the text, included), and the texts.
@@ -275,6 +276,7 @@ def main():
     else:
         model, checkpoint = load_checkpoint(args.init_from, device)
         tokenizer, model = tokenizer_of(checkpoint, args.init_from), model.float()
+    warn_replaced(args.out_dir)
     if args.warmup_iters:
         warm_up(model, tokenizer, args, device)
     write_log(optimise(model, tokenizer, prompts, reward, args, device), args)

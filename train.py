@@ -37,6 +37,7 @@ from model import (
     pick_device,
     read_checkpoint,
     save_checkpoint,
+    warn_replaced,
 )
 from prepare import (
     DATA_DIR,
@@ -466,7 +467,7 @@ def build_parser():
     add("--eval_interval", type=int, default=1000, help="steps between validations and checkpoints")
     add("--eval_windows", type=int, default=128, help="validation sequences, always the same")
     add("--log_interval", type=int, default=10)
-    add("--T_out", type=int, help="predict at the last N positions of a window only (default all)")
+    add("--T_out", type=int, help="predict at the last N positions of a block only (default all)")
     add("--overlong", default="cut", choices=("cut", "drop"), help="fine-tuning examples longer "
         "than block_size: cut the prompt's beginning, or drop (default cut)")  # fmt: skip
     add("--full_until", type=float, default=0.0, help="share of the steps trained with full "
@@ -479,7 +480,7 @@ def build_parser():
         "keeping them (default: with --fsdp)")  # fmt: skip
     add("--peak_tflops", type=float, help="of this device, for MFU (default: a table of GPUs)")
     add("--dtype", help="float32, bfloat16, float16 (default: what suits the device)")
-    add("--compile", **switch, help="torch.compile (default: on a GPU)")
+    add("--compile", **switch, help="torch.compile (default: on a GPU, in pre-training)")
     add("--backend", help="attention backend: torch, flash or masked")
     model = parser.add_argument_group("model (default: the preset's)")
     for field in fields(GPTConfig):  # its type is a class, or a union with None: those are all int
@@ -974,18 +975,18 @@ def validate(run, log):
     return val_loss
 
 
-def main(argv=None):
-    args = parse_args(argv)
+def main():
+    args = parse_args()
     device, dtype = start_processes(args)
     rank, ranks = world()
     if os.path.isfile(args.out_dir):
         raise ValueError(f"--out_dir must be a folder, and {args.out_dir} is a file")
     os.makedirs(args.out_dir, exist_ok=True)
-    if rank == 0 and args.init_from != "resume" and os.path.exists(f"{args.out_dir}/ckpt.pt"):
-        print(f"{args.out_dir}/ckpt.pt of an earlier run will be replaced", file=sys.stderr)
     data = open_data(args)
     backend = choose_backend(args.backend)
     run = Run(args, data, device, dtype)
+    if rank == 0 and args.init_from != "resume":
+        warn_replaced(args.out_dir)
     args.dtype = str(dtype)[6:]  # a resumed run keeps it, wherever it runs
     log, config = Log(run), run.model.config
     if run.step >= args.max_iters and rank == 0:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 import torch
 from tqdm import tqdm
 
-from model import GPT, GPTConfig, read_checkpoint, save_checkpoint
+from model import GPT, GPTConfig, read_checkpoint, save_checkpoint, warn_replaced
 from prepare import brief, carry_tokenizer, needed, tokenizer_path, tokenizer_setting, write_json
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
@@ -165,6 +165,7 @@ def import_weights(source, out_dir, **changes):
     config = our_config(theirs, **changes)
     files = find_tensors(folder)
     by_file, size = check_tensors(folder, config, files)
+    warn_replaced(out_dir)
     safe_open, state, dtypes = needed("safetensors", "hf").safe_open, {}, set()
     total = sum(map(len, by_file.values()))
     with tqdm(total=total, desc="reading", unit="tensor", disable=None) as bar:

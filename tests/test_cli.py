@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -410,8 +411,9 @@ def test_a_failed_save_keeps_the_old_checkpoint(monkeypatch):
 
 @pytest.mark.parametrize("command", ["prefill", "train", "decode"])
 def test_bench_compares_three_kinds_that_agree_with_the_reference(command):
-    flags = ["--T=64", "--n_layer=2", "--window=8", "--repeats=1", "--chunk=32", "--batch_size=1",
-             "--max_new_tokens=3"]  # fmt: skip
+    flags = ["--T=64", "--n_layer=2", "--window=8", "--repeats=1", "--chunk=32"]
+    flags += [] if command == "prefill" else ["--batch_size=1"]
+    flags += ["--max_new_tokens=3"] if command == "decode" else []
     call(bench.main, command, *flags, "--device=cpu", "--out_dir=b")
     record = json.load(open(f"b/{command}.json"))
     rows, answers = record["rows"], record["answers"]
@@ -457,7 +459,8 @@ def test_what_does_not_fit_is_refused_before_it_starts(capsys):
 
 @pytest.mark.parametrize("flags", [
     "prefill --T=0", "prefill --T=x", "train --kernels", "train --T=1,2", "train --T_out=999",
-    "prefill --chunk=0", "prefill --window=0",
+    "prefill --chunk=0", "prefill --window=0", "prefill --T_out=4", "train --max_new_tokens=7",
+    "prefill --batch_size=2",
 ])  # fmt: skip
 def test_a_wrong_bench_flag_is_one_line_and_exit_code_2(capsys, flags):
     command, flag = flags.split()
@@ -528,6 +531,12 @@ def test_sampling_mistakes_are_one_line(capsys):
     assert "top_p" in fails(capsys, sample.main, "--out_dir=ckpt", "--top_p=0")
     pathlib.Path("ckpt/ckpt.pt").write_bytes(b"not a checkpoint")
     assert "damaged" in fails(capsys, sample.main, "--out_dir=ckpt")
+    checkpoint_of(tiny(vocab_size=257))
+    with zipfile.ZipFile("ckpt/ckpt.pt") as whole, zipfile.ZipFile("cut.pt", "w") as cut:
+        for name in whole.namelist():  # its error has no message
+            cut.writestr(name, b"" if name.endswith("data.pkl") else whole.read(name))
+    os.replace("cut.pt", "ckpt/ckpt.pt")
+    assert "damaged (" in fails(capsys, sample.main, "--out_dir=ckpt")
 
 
 def test_an_empty_prompt_starts_from_end_of_text(capsys):

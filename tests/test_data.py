@@ -3,12 +3,14 @@
 import gzip
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import pathlib
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -192,7 +194,8 @@ def test_the_fast_gpt2_path_gives_tiktokens_own_ids(gpt2):
 
 def test_a_hugging_face_tokenizer_makes_uint32_shards_and_travels_with_the_dataset(tokenizer_json):
     write("a.jsonl", texts(60))
-    pathlib.Path("chat_template.jinja").write_text("{{ messages }}")  # travels too
+    pathlib.Path("chat_template.jinja").write_text("{{ messages }}")  # travels too, as does
+    pathlib.Path("tokenizer_config.json").write_text("{}")
     for _ in range(2):  # the second time over a dataset that holds them
         run("a.jsonl", "--name=x", f"--tokenizer={tokenizer_json}", "--val_fraction=0.3")
     os.remove(tokenizer_json)
@@ -298,6 +301,14 @@ def test_nothing_but_an_older_dataset_is_ever_replaced(capsys):
     os.symlink(os.path.abspath("elsewhere"), "data/link")
     run(flags[0], "--name=link")
     assert os.path.islink("data/link") and os.path.exists("elsewhere/meta.json")
+    run(flags[0], "--name=twice")
+    os.rename("data/twice", "data/twice.old")  # a copy that the user keeps
+    run(flags[0], "--name=twice")
+    os.makedirs("data/mine.tmp")
+    pathlib.Path("data/mine.tmp/notes").write_text("")
+    assert "twice.old would be lost" in fails(capsys, prepare.main, flags[0], "--name=twice")
+    assert "notes" in fails(capsys, prepare.main, flags[0], "--name=mine")
+    assert os.path.exists("data/mine.tmp/notes") and os.path.exists("data/twice/meta.json")
 
 
 def test_an_interrupted_run_is_not_thrown_away_for_other_flags(capsys, monkeypatch):
@@ -315,6 +326,8 @@ def test_an_interrupted_run_is_not_thrown_away_for_other_flags(capsys, monkeypat
     with pytest.raises(Killed):
         prepare.prepare(*args, shard_tokens=3000)
     assert "interrupted" in fails(capsys, prepare.main, "a.jsonl", "--name=x", "--field=txet")
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"some text " * 90)))
+    assert "interrupted" in fails(capsys, prepare.main, "-", "--name=x")
     assert os.path.exists("data/x.tmp/train_000001.bin")
 
 

@@ -46,8 +46,8 @@ def test_look_ups_are_scored_by_the_distance_to_their_answer():
 
 def test_recall_trains_each_variant_and_keeps_its_table(capsys, monkeypatch):
     monkeypatch.setattr(evaluate, "EPISODES", 128)
-    call(evaluate.main, "recall", "--variants=full;swa", "--max_iters=2", "--json=r.json")
-    rows = json.loads(pathlib.Path("r.json").read_text())["rows"]
+    call(evaluate.main, "recall", "--variants=full;swa", "--max_iters=2", "--json=new/r.json")
+    rows = json.loads(pathlib.Path("new/r.json").read_text())["rows"]
     assert [row["variant"] for row in rows] == ["full", "swa"]
     assert all(0 <= share <= 0.5 for row in rows for share in row["right"])
     assert "reach of all windows 14" in capsys.readouterr().out
@@ -146,6 +146,7 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(capsys):
     assert "--max_itres" in fails(capsys, evaluate.main, "recall", "--max_itres=3")
     assert "unrecognized" in fails(capsys, evaluate.main, "loss", "a.txt", "--max_iters=3")
     assert "one seed" in fails(capsys, evaluate.main, "recall", "--seeds=1,2")
+    assert ".png" in fails(capsys, evaluate.main, "recall", "--json=t.png")
     for command in ("recall", "compare"):  # before the first variant is trained
         assert "'foo'" in fails(capsys, evaluate.main, command, "--variants=orthros;foo")
         assert "--windw" in fails(capsys, evaluate.main, command, "--variants=full;swa --windw=3")
