@@ -33,6 +33,7 @@ Columns
 
 import gc
 import json
+import math
 import os
 import platform
 import statistics
@@ -421,7 +422,7 @@ def plot(runs, out_dir):
     panels = {title: keys for title, keys in panels.items() if known.intersection(keys)}
     if not panels:
         raise ValueError(f"nothing is logged yet in {', '.join(runs)}")
-    columns = min(3, len(panels))
+    columns = math.ceil(math.sqrt(len(panels)))
     rows = -(-len(panels) // columns)
     size = (5 * columns + 2, 3.5 * rows + 1)
     figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
