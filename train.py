@@ -503,7 +503,8 @@ def parse_args(argv=None):
     if args.preset not in PRESETS:
         raise ValueError(f"unknown preset '{args.preset}'; known are {', '.join(PRESETS)}")
     if args.init_from == "resume":
-        saved = read_checkpoint(args.out_dir, mmap=True)["args"]
+        checkpoint = read_checkpoint(args.out_dir, mmap=True)
+        saved = checkpoint["args"]
         if not saved:
             raise ValueError(
                 f"{args.out_dir} holds weights, not a run that can go on; start from them with "
@@ -515,6 +516,9 @@ def parse_args(argv=None):
         if "preset" in changed:
             raise ValueError(f"the run in {args.out_dir} has the shape of {saved['preset']} for "
                              f"good; --preset={args.preset} is for a new one")  # fmt: skip
+        if "full_until" in changed and checkpoint["config"]["attention"] != "full":
+            raise ValueError(f"the run in {args.out_dir} has no full attention left to train with; "
+                             f"--full_until is for a new one")  # fmt: skip
         if changed and os.environ.get("RANK", "0") == "0":
             changes = ", ".join(f"{k} {saved[k]} -> {getattr(args, k)}" for k in changed)
             print(f"changed since the run was started: {changes}")
@@ -954,7 +958,7 @@ def careful_step(run, batches, is_first):
         if not (run.compiled and is_first) or isinstance(error, torch.OutOfMemoryError):
             raise
         # no Triton, no C++ compiler, or a fault of the compiler's: the eager step may well run
-        why = str(error).strip().splitlines()[0]
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"the first compiled step failed ({why}); try --compile=False") from error
 
 

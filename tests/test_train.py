@@ -293,6 +293,8 @@ def test_a_longer_resumed_run_does_not_go_back_to_full_attention(text, capsys): 
     call(train.main, "--init_from=resume", "--out_dir=a", "--device=cpu", "--max_iters=20")
     assert "not used" not in capsys.readouterr().err
     assert state("a")["config"]["attention"] == "orthros" and state("a")["step"] == 20
+    flags = ["--init_from=resume", "--out_dir=a", "--max_iters=30", "--full_until=0.9"]
+    assert "for a new one" in fails(capsys, train.main, *flags)
 
 
 def test_training_continues_from_another_runs_weights_at_another_length(text, capsys):  # noqa: F811
