@@ -40,7 +40,6 @@ import numpy as np
 import torch
 
 import train
-from bench import pyplot
 from model import GPT, GPTConfig, KVCache, choose_backend, load_checkpoint, pick_device
 from prepare import Parser, decoded, load_tokenizer, local_files, needed, run_cli, tokenizer_of
 from sample import prefill
@@ -564,6 +563,8 @@ def main():
             raise ValueError("--json is the table's file; the picture goes beside it as .png")
         os.makedirs(os.path.dirname(args.json) or ".", exist_ok=True)
         open(args.json, "a").close()
+        from bench import pyplot  # here, for its imports are of no other use
+
         plt = pyplot() if draw else None
     device, dtype = pick_device(args.device, args.dtype)
     choose_backend(args.backend)

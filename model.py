@@ -741,8 +741,7 @@ def save_checkpoint(out_dir, checkpoint):
 def warn_replaced(out_dir):
     """Say that an earlier run's checkpoint is there, before it is lost."""
     if os.path.exists(os.path.join(out_dir, "ckpt.pt")):
-        print(f"an earlier run in {out_dir} will be replaced, ckpt.pt and log.jsonl",
-              file=sys.stderr)  # fmt: skip
+        print(f"an earlier run in {out_dir} will be replaced", file=sys.stderr)
 
 
 def load_checkpoint(out_dir, device="cpu", **overrides):

@@ -87,6 +87,8 @@ def run_cli(main):
         message = str(error)
         if isinstance(error, OSError) and error.strerror and error.filename:
             message = f"{error.filename}: {error.strerror}"
+            if isinstance(error, FileExistsError):
+                message = f"{error.filename} is a file, and a folder is needed there"
         name = os.path.basename(sys.argv[0])
         print(f"{name}: error: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(2)

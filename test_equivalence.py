@@ -145,7 +145,8 @@ def test_sft_logits_are_the_last_rows_of_pretraining(attention, T_out):
 
 
 @pytest.mark.parametrize("attention", ["orthros", "full", "swa"])
-@pytest.mark.parametrize("sink,qk_norm", [(0, True), (2, False)])
+@pytest.mark.parametrize("sink", [0, 2])
+@pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("prompt", [2, 4, 13])  # shorter than, equal to and longer than the window
 @pytest.mark.parametrize("chunk", [3, 100])
 def test_prefill_and_decode_equal_pretraining_at_every_step(

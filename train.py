@@ -983,8 +983,6 @@ def main():
     args = parse_args()
     device, dtype = start_processes(args)
     rank, ranks = world()
-    if os.path.isfile(args.out_dir):
-        raise ValueError(f"--out_dir must be a folder, and {args.out_dir} is a file")
     os.makedirs(args.out_dir, exist_ok=True)
     data = open_data(args)
     backend = choose_backend(args.backend)

@@ -145,7 +145,7 @@ def convert_lines():
     for row in convert["trained"]:
         losses = [convert["validation loss at T = 4096"][row["name"]]]
         losses += [*row["code"]["prefix"].values(), row["prose"]["nats"]]
-        found = [f"{sum(shares) / len(shares):.2f}" for shares in row["needle"].values()]
+        found = [f"{statistics.mean(shares):.2f}" for shares in row["needle"].values()]
         yield f"| {' | '.join(f'{x:.3f}' for x in losses)} | {' / '.join(found)} |"
 
 

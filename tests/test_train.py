@@ -310,6 +310,8 @@ def test_training_continues_from_another_runs_weights_at_another_length(text, ca
     assert "n_layer 2 -> 3" in error
     error = fails(capsys, train.main, *small, *more, "--preset=gpt2", "--out_dir=third")
     assert "--preset is for a new model" in error
+    pathlib.Path("file").write_text("")
+    assert "file is a file" in fails(capsys, train.main, *SMALL, "--out_dir=file")
 
 
 def test_a_run_that_fails_leaves_the_signals_as_they_were(text, capsys, monkeypatch):  # noqa: F811
