@@ -367,7 +367,7 @@ def draw_compare(rows, axes):
     means, spreads = ([row[key] or 0 for row in rows][::-1] for key in ("mean", "spread"))
     axes.errorbar(means, range(len(rows)), xerr=spreads, fmt="o", capsize=4)
     axes.set_yticks(range(len(rows)), names)
-    axes.set(xlabel="validation loss, nats a token (bars: standard deviation over seeds)")
+    axes.set(xlabel="validation loss, nats a token\n(bars: standard deviation over seeds)")
 
 
 # ------------------------------------------------------------------------------------------------

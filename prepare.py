@@ -631,7 +631,7 @@ def local_files(paths, pattern):
             raise ValueError(f"no such file or folder: {path}")
         elif path.is_dir():
             try:
-                found = [f for f in path.rglob(pattern) if f.is_file()]
+                found = sorted(f for f in path.rglob(pattern) if f.is_file())
             except NotImplementedError as error:
                 raise ValueError(f"--glob must be a pattern such as '*.md': {error}") from error
             if data not in (path.resolve(), *path.resolve().parents):  # not the shards made before

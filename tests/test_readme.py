@@ -15,6 +15,7 @@ from test_data import gpt2, gpt2_folder, tokenizer_json  # noqa: F401 (fixtures)
 
 import bench
 import evaluate
+import model
 import prepare
 import rl
 import sample
@@ -110,24 +111,53 @@ def recall_lines():
 
 
 def recipe_lines():
-    for name in ("recipe-h200", "recipe-33m-h200"):
-        record = asset(name)
+    names = ("recipe-h200", "recipe-text2-h200", "recipe-33m-h200", "recipe-124m-h200")
+    records = [asset(name) for name in names]
+    tables = [{row["variant"]: row for row in record["rows"]} for record in records]
+    first, second, longer, larger = tables
+    for record, table in zip(records, tables):
         yield f"{record['tokens'] / 1e6:.1f} million tokens"
-        rows = {row["variant"]: row for row in record["rows"]}
-        for variant, row in rows.items():
-            losses = ", ".join(f"{loss:.3f}" for loss in row["losses"])
-            first = f"{row['mean']:.3f} | {row['spread']:.3f}" if name == "recipe-h200" else \
-                f"{losses} | {row['mean']:.3f}"  # fmt: skip
-            yield f"| {variant} | {first} | {row['FLOPs over full']:.2f} |"
+        yield record["text"].split("M GPT-2")[0] + " million tokens"
         for variant in ("orthros", "orthros --sink=1"):
-            pairs = zip(rows[variant]["losses"], rows["full"]["losses"])
-            yield from (f"{a - b:+.3f}" for a, b in pairs)
-        no_so = rows["orthros --scale_offset=False"]["losses"]
-        pairs = zip(rows["orthros"]["losses"], no_so)
-        yield f"{statistics.mean(a - b for a, b in pairs):+.3f}"
-        yield f"at {record['tokens'] / 1e6:.1f} million"
-    longer = rows["full --max_iters=1330"]
-    yield f"{longer['FLOPs over full']:.2f} times the steps reached {longer['mean']:.3f}"
+            pairs = zip(table[variant]["losses"], table["full"]["losses"])
+            yield f"| {' | '.join(f'{a - b:+.3f}' for a, b in pairs)} |"
+    for variant in {**first, **second}:
+        cells = []
+        for row in (first.get(variant), second.get(variant)):
+            cells.append("" if not row else f"{row['mean']:.3f}, seed 1" if row["spread"] is None
+                         else f"{row['mean']:.3f} ± {row['spread']:.3f}")  # fmt: skip
+        cost = (second.get(variant) or first.get(variant))["FLOPs over full"]
+        cells.append(f"{cost:.2f}" if cost else "")
+        yield f"| {variant} | {' | '.join(cells)} |".replace("  ", " ")
+    for variant, row in (*longer.items(), *larger.items()):
+        losses = ", ".join(f"{loss:.3f}" for loss in row["losses"])
+        yield f"| {variant} | {losses} | {row['mean']:.3f} | {row['FLOPs over full']:.2f} |"
+    for variant, steps in (("full --max_iters=1330", longer), ("full --max_iters=1500", larger)):
+        row = steps[variant]
+        yield f"{row['FLOPs over full']:.2f} times the steps"
+        yield f"{row['mean']:.3f} at {'25M' if steps is longer else '124M'}"
+    without = [
+        statistics.mean(a - b for a, b in zip(t["orthros"]["losses"], t[no_so]["losses"]))
+        for no_so in ["orthros --scale_offset=False"] for t in (first, longer)
+    ]  # fmt: skip
+    yield "({:+.3f} and {:+.3f} with them)".format(*without)
+    sink = [a - b for t in tables
+            for a, b in zip(t["orthros --sink=1"]["losses"], t["orthros"]["losses"])]  # fmt: skip
+    lower = sum(x < 0 for x in sink)
+    yield f"in {lower} pairs of {len(sink)}, by {-statistics.mean(sink):.3f} in the mean"
+    more = second["retnet"]["parameters"] - second["full"]["parameters"]
+    yield f"{more / 1e6:.1f} million parameters more"
+    full, orthros = (row["ms"] for row in asset("train-2048-h200")["rows"])
+    cost = larger["orthros"]["FLOPs over full"]
+    yield f"that is {cost:.2f} times the FLOPs"
+    yield f"took {orthros:.1f} ms against {full:.1f}, or {orthros / full:.2f} times"
+    for T in (16384, 131072):
+        shape = model.PRESETS["gpt2"] | {"block_size": T, "window": 128}
+        full, orthros = (
+            train.forward_flops(model.GPTConfig(**shape, attention=kind), T, T)
+            for kind in ("full", "orthros")
+        )
+        yield f"{orthros / full:.2f} at {T:,}"
 
 
 def convert_lines():
