@@ -41,7 +41,18 @@ import torch
 
 import train
 from model import GPT, GPTConfig, KVCache, choose_backend, load_checkpoint, pick_device
-from prepare import Parser, decoded, load_tokenizer, local_files, needed, run_cli, tokenizer_of
+from prepare import (
+    Parser,
+    brief,
+    decoded,
+    load_tokenizer,
+    local_files,
+    needed,
+    run_cli,
+    tokenizer_identity,
+    tokenizer_of,
+    tokenizer_path,
+)
 from sample import prefill
 
 # ------------------------------------------------------------------------------------------------
@@ -85,6 +96,15 @@ def windows(tokenizer, args):
     return rows, len(tokenizer.decode_bytes(ids[1 : n * T + 1]))
 
 
+def kinds_of(args, default):
+    """The kinds of attention asked for, each looked at before the first is run."""
+    kinds = (args.attention or default).split(";")
+    no_doubles("--attention", kinds)
+    for kind in filter(None, kinds):  # "" is the checkpoint's own
+        GPTConfig(attention=kind)
+    return kinds
+
+
 def load(args, kind, device, dtype):
     """(model, tokenizer) of --out_dir, as one kind of attention or its own."""
     changes = {n: getattr(args, n) for n in ("window", "sink") if getattr(args, n) is not None}
@@ -92,6 +112,9 @@ def load(args, kind, device, dtype):
     model, checkpoint = load_checkpoint(args.out_dir, device, **changes)
     if args.tokenizer:
         tokenizer = load_tokenizer(args.tokenizer)
+        own = tokenizer_path(checkpoint["tokenizer"], args.out_dir)
+        if own and tokenizer_identity(own) != tokenizer_identity(args.tokenizer):
+            raise ValueError(f"{args.out_dir} has the tokenizer {own}, not {args.tokenizer}")
     elif checkpoint["tokenizer"] is None:
         raise ValueError(f"{args.out_dir} has no tokenizer: give one, as in --tokenizer=gpt2")
     else:
@@ -107,8 +130,8 @@ def load(args, kind, device, dtype):
 
 
 def evaluate_loss(args, device, dtype):
-    rows, text = [], None
-    for kind in (args.attention or "full;swa;orthros").split(";"):
+    text = None
+    for kind in kinds_of(args, "full;swa;orthros"):
         model = None  # free the one before
         model, tokenizer = load(args, kind, device, dtype)
         if text is None:
@@ -122,11 +145,11 @@ def evaluate_loss(args, device, dtype):
         losses = torch.cat([token_losses(model, x.to(device)) for x in text.split(args.batch_size)])
         mean = losses.double().mean().item()
         parts = [losses[:, a:b].mean().item() for a, b in zip(starts, [*starts[1:], args.T])]
-        rows.append({"attention": kind, "nats": mean, "starts": starts, "by position": parts})
         print(f"{kind:12}{mean:>9.4f}{math.exp(mean):>12.3f}"
               f"{mean * losses.numel() / math.log(2) / n_bytes:>11.4f}"
               + "".join(f"{part:>12.4f}" for part in parts), flush=True)  # fmt: skip
-    return rows
+        mean, *parts = without_nan([mean, *parts])
+        yield {"attention": kind, "nats": mean, "starts": starts, "by position": parts}
 
 
 def draw_loss(rows, axes):
@@ -178,24 +201,22 @@ def recall_by_distance(model, data, n, device):
 
 
 def evaluate_recall(args, device, dtype):
-    rows = []
-    flags = ["--dataset=recall", "--max_iters=1400", *args.rest]
-    for variant in variants_of(args, RECALL_VARIANTS, flags):
+    flags, edges = ["--dataset=recall", "--max_iters=1400", *args.rest], None
+    for variant in variants_of(args, RECALL_VARIANTS, flags, ("block_size", "n_layer", "window")):
         run, _ = trained(variant, flags, args.seeds[0], SpreadRecall)
         c, data = run.model.config, run.data
         distances, right = recall_by_distance(run.model.eval(), data, EPISODES, device)
-        reach = c.n_layer * (c.window - 1)
-        edges = [1, c.window, reach + 1, (reach + data.T) // 2, data.T]
-        shares = [right[(distances >= a) & (distances < b)].float().mean().item()
-                  for a, b in zip(edges, edges[1:])]  # fmt: skip
-        if not rows:
+        if edges is None:
+            reach = c.n_layer * (c.window - 1)
+            edges = sorted({1, c.window, reach + 1, (reach + data.T) // 2, data.T})
             print(f"{data.pairs} pairs at most in {data.T} tokens, W {c.window}, reach of all "
                   f"windows {reach}; guessing gets {1 / data.VALUES:.3f}")  # fmt: skip
             spans = [f"{a} to {b - 1}" for a, b in zip(edges, edges[1:])]
             print(f"{'variant':32}" + "".join(f"{span:>12}" for span in spans))
-        rows.append({"variant": variant, "edges": edges, "right": without_nan(shares)})
+        shares = [right[(distances >= a) & (distances < b)].float().mean().item()
+                  for a, b in zip(edges, edges[1:])]  # fmt: skip
         print(f"{variant:32}" + "".join(f"{share:>12.3f}" for share in shares), flush=True)
-    return rows
+        yield {"variant": variant, "edges": edges, "right": without_nan(shares)}
 
 
 def draw_recall(rows, axes):
@@ -205,7 +226,8 @@ def draw_recall(rows, axes):
         places = [group - 0.4 + (number + 0.5) * width for group in range(len(edges) - 1)]
         heights = [share or 0 for share in row["right"]]
         axes.bar(places, heights, width, color=f"C{number}", label=row["variant"])
-    where = ("in the window", "in reach of all windows", "beyond", "far beyond")
+    where = ["in the window", "in reach of all windows", "beyond", "far beyond"]
+    where = where if len(edges) == 5 else [""] * len(edges)  # a window of 1, or a single layer
     spans = [f"{a} to {b - 1}\n{name}" for a, b, name in zip(edges, edges[1:], where)]
     axes.set_xticks(range(len(spans)), spans)
     axes.set(xlabel="tokens from the question back to its answer", ylabel="share right",
@@ -248,11 +270,9 @@ class Peer(torch.nn.Module):
 class PeerRun(train.Run):
     """A training run of a plain Transformer's shape with Peers for attention."""
 
-    def __init__(self, peer, args, data, device, dtype):
-        if device.type != "cuda":
-            raise ValueError(f"the kernels of {peer} need an NVIDIA GPU, not {device}")
+    def __init__(self, peer, *args):
         self.peer = peer
-        super().__init__(args, data, device, dtype)
+        super().__init__(*args)
 
     def wrap(self):  # called before the optimizer asks for the parameters
         for layer, block in enumerate(self.model.blocks):
@@ -260,26 +280,60 @@ class PeerRun(train.Run):
         return super().wrap()
 
 
+TAKEN = {
+    "--seed": "is --seeds here", "--attention": "is the first word of a variant",
+    "--out_dir": "is chosen here, in out/evaluate",
+    "--init_from=resume": "cannot be compared with runs that start anew",
+}  # fmt: skip
+
+
 def variant_args(variant, flags, seed):
     """(class of its run, flags of train.py) of '[attention or peer] [flags of train.py]'."""
-    attention, *own = shlex.split(variant) or [""]
+    try:
+        attention, *own = shlex.split(variant)
+    except ValueError as error:  # no word at all, or a quotation without an end
+        raise ValueError(f"'{variant}' is no variant, which is an attention and flags of train.py "
+                         f"({error})") from error  # fmt: skip
+    for word in [*flags, *own]:
+        for flag in {word, word.split("=")[0]} & TAKEN.keys():
+            raise ValueError(f"{flag} {TAKEN[flag]}")
     kind = train.Run
     if attention in PEERS:
         kind, attention = functools.partial(PeerRun, attention), "full"
     GPTConfig(attention=attention)  # a ValueError, if there is none such
-    name = "".join(c if c.isalnum() else "-" for c in f"{variant} {seed}")
-    name += f"-{zlib.crc32(' '.join(flags).encode()):08x}"  # other flags, another run
+    name = "".join(c if c.isalnum() else "-" for c in variant)[:80]
+    name += f"-{seed}-{zlib.crc32(shlex.join([variant, *flags]).encode()):08x}"
     out_dir = os.path.join("out", "evaluate", name)
     return kind, train.parse_args([*flags, *own, f"--attention={attention}", f"--seed={seed}",
                                    f"--out_dir={out_dir}"])  # fmt: skip
 
 
-def variants_of(args, default, flags):
-    """The variants asked for, each looked at before the first is trained."""
-    variants = (args.variants or default).split(";")
+def variants_of(args, default, flags, same):
+    """The variants asked for, each looked at before the first is trained.
+
+    same: the flags in which they must not differ, so that a table compares like with like.
+    """
+    variants = (default if args.variants is None else args.variants).split(";")
+    no_doubles("--variants", [" ".join(variant.split()) for variant in variants])
+    first = None
     for variant in variants:
-        for seed in args.seeds:
-            variant_args(variant, flags, seed)
+        kind, own = [variant_args(variant, flags, seed) for seed in args.seeds][0]
+        device, _ = pick_device(own.device, own.dtype)
+        train.config_of(own)
+        if kind is not train.Run:
+            if device.type != "cuda":
+                raise ValueError(f"the kernels of {variant} need an NVIDIA GPU, not {device}")
+            needed("fla.layers", "peers")
+        if first is None:
+            first = own
+            train.open_data(own)
+        for name in same:
+            mine, others = (getattr(x, name) for x in (own, first))
+            if mine != others:
+                raise ValueError(f"one table cannot hold {name} {mine} of '{variant}' and {others} "
+                                 f"of '{variants[0]}'")  # fmt: skip
+        if args.command == "recall" and (own.dataset, own.mode) != ("recall", "pt"):
+            raise ValueError("recall has a dataset of its own; --dataset and --mode are compare's")
     return variants
 
 
@@ -311,32 +365,37 @@ def loss_by_quarter(run):
         losses = torch.nn.functional.cross_entropy(
             logits.mT, y, reduction="none", ignore_index=-1
         ).cpu()
-        for i, (part, targets) in enumerate(zip(losses.chunk(4, dim=1), y.cpu().chunk(4, dim=1))):
+        quarters = (t.tensor_split(4, dim=1) for t in (losses, y.cpu()))
+        for i, (part, targets) in enumerate(zip(*quarters)):
             totals[i] += part.sum()
             counts[i] += (targets >= 0).sum()
     return (totals / counts).tolist()  # nan where nothing is to be predicted
 
 
 def evaluate_compare(args, device, dtype):
-    rows, variants = [], variants_of(args, VARIANTS, args.rest)
+    variants = variants_of(args, VARIANTS, args.rest, ("dataset", "mode", "block_size"))
+    first, left_out = None, []
     print(f"{'variant':32}{'val loss':>10}{'+-':>8}{'1/4':>8}{'2/4':>8}{'3/4':>8}{'4/4':>8}"
           f"{'tokens/s':>11}{'FLOPs':>7}")  # fmt: skip
     for variant in variants:
         try:
             row = over_seeds(variant, args)
-        except (RuntimeError, ValueError) as error:
-            if not rows:
-                raise
-            print(f"{variant} is left out: {error}", file=sys.stderr)  # what was trained is kept
+        except (RuntimeError, ValueError, OSError) as error:
+            why = error if isinstance(error, ValueError) else brief(error)
+            print(f"{variant} failed ({why}); the others go on", file=sys.stderr)
+            left_out.append(variant)
             continue
-        rows.append(row)
-        cost = [row["flops"] / rows[0]["flops"]] if row["flops"] and rows[0]["flops"] else []
+        first = first or row
+        cost = [row["flops"] / first["flops"]] if row["flops"] and first["flops"] else []
         print(f"{variant:32}{row['mean']:>10.4f}"
               + (f"{row['spread']:>8.4f}" if row["spread"] is not None else f"{'':8}")
               + "".join(f"{'' if q is None else f'{q:.4f}':>8}" for q in row["quarters"])
-              + f"{row['tokens_per_s'] or 0:>11,.0f}" + "".join(f"{x:>7.2f}" for x in cost)
+              + (f"{row['tokens_per_s']:>11,.0f}" if row["tokens_per_s"] else f"{'':11}")
+              + "".join(f"{x:>7.2f}" for x in cost)
               + "".join(f"  accuracy {x:.3f}" for x in row["accuracy"]), flush=True)  # fmt: skip
-    return rows
+        yield row
+    if left_out:
+        raise ValueError(f"the table lacks what failed: {'; '.join(left_out)}")
 
 
 def over_seeds(variant, args):
@@ -407,16 +466,15 @@ def evaluate_needle(args, device, dtype):
         raise ValueError(f"the files have {len(hay)} tokens; a haystack of {longest} needs more")
     if min(args.lengths) < 128:
         raise ValueError("--lengths must be at least 128: the needle and its question need room")
-    depths, rows = [0.0, 0.25, 0.5, 0.75, 1.0], []
+    depths = [0.0, 0.25, 0.5, 0.75, 1.0]
     print(f"{model.config.attention}, W {model.config.window}, sink {model.config.sink}, "
           f"{args.trials} needles a cell")  # fmt: skip
     print(f"{'T':>8}" + "".join(f"{depth:>8.2f}" for depth in depths))
     for T in args.lengths:
         found = [sum(needle_found(model, tokenizer, hay, T, depth, i, device)
                      for i in range(args.trials)) / args.trials for depth in depths]  # fmt: skip
-        rows.append({"T": T, "depths": depths, "found": found})
         print(f"{T:>8}" + "".join(f"{share:>8.2f}" for share in found), flush=True)
-    return rows
+        yield {"T": T, "depths": depths, "found": found}
 
 
 def draw_needle(rows, axes):
@@ -436,28 +494,42 @@ def evaluate_harness(args, device, dtype):
     needed("lm_eval", "eval")
     from harness import evaluate
 
-    rows = []
-    for kind in (args.attention or "").split(";"):
+    for kind in kinds_of(args, ""):
         model, tokenizer = load(args, kind, device, dtype)
         print(f"{model.config.attention}, W {model.config.window}, sink {model.config.sink}")
         results, seconds = evaluate(model, tokenizer, args)
         print(f"{seconds:.1f} s in the model", flush=True)
-        rows.append({"attention": model.config.attention, "seconds": seconds, "results": results})
+        yield {"attention": model.config.attention, "seconds": seconds, "results": results}
         model = None
-    return rows
 
 
 # ------------------------------------------------------------------------------------------------
 
 
-def keep(args, rows, draw, plt):
+def check_json(path):
+    """A ValueError or OSError, unless the file is new and can be written, or is an older table.
+    What is wrong is better said now than after an hour."""
+    if path.endswith(".png"):
+        raise ValueError("--json is the table's file; the picture goes beside it as .png")
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    is_new = not os.path.exists(path)
+    with open(path, "a+", encoding="utf-8") as file:
+        file.seek(0)
+        try:
+            os.path.getsize(path) and json.load(file)["rows"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path} is no table of evaluate.py and would be lost: name another "
+                             f"--json") from None  # fmt: skip
+    if is_new:
+        os.remove(path)
+
+
+def keep(args, device, rows, draw, plt):
     """Write the rows and their circumstances to --json, and a picture beside it."""
-    if not args.json:
-        return
-    record = {"command": " ".join(sys.argv[1:]), "torch": torch.__version__, "rows": rows}
+    record = {"command": shlex.join(sys.argv[1:]), "torch": torch.__version__, "rows": rows}
     record["device"] = (
-        torch.cuda.get_device_name() if torch.cuda.is_available()
-        else f"CPU, {torch.get_num_threads()} threads"
+        torch.cuda.get_device_name(device) if device.type == "cuda"
+        else f"{device.type.upper()}, {torch.get_num_threads()} threads"
     )  # fmt: skip
     with open(args.json, "w", encoding="utf-8") as file:
         json.dump(record, file, indent=1)
@@ -465,6 +537,14 @@ def keep(args, rows, draw, plt):
         figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
         draw(rows, axes)
         figure.savefig(os.path.splitext(args.json)[0] + ".png", dpi=120)
+        plt.close(figure)
+
+
+def no_doubles(flag, items):
+    """A ValueError if one is there twice."""
+    for item in items:
+        if items.count(item) > 1:
+            raise ValueError(f"{flag} has {item or 'nothing'} twice")
 
 
 def without_nan(values):
@@ -474,9 +554,12 @@ def without_nan(values):
 
 def numbers(text):
     try:
-        return [int(x) for x in text.split(",")]
+        values = [int(x) for x in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError("must be whole numbers, as in 1,2,3") from None
+        values = []
+    if not values or len(set(values)) < len(values):
+        raise argparse.ArgumentTypeError("must be different whole numbers, as in 1,2,3")
+    return values
 
 
 OF_MODEL = "out_dir tokenizer attention window sink"
@@ -558,17 +641,18 @@ def main():
     args = parse_args()
     run, draw, _ = COMMANDS[args.command]
     plt = None
-    if args.json:  # what is missing is better said now than after an hour
-        if args.json.endswith(".png"):
-            raise ValueError("--json is the table's file; the picture goes beside it as .png")
-        os.makedirs(os.path.dirname(args.json) or ".", exist_ok=True)
-        open(args.json, "a").close()
+    if args.json:
+        check_json(args.json)
         from bench import pyplot  # here, for its imports are of no other use
 
         plt = pyplot() if draw else None
     device, dtype = pick_device(args.device, args.dtype)
     choose_backend(args.backend)
-    keep(args, run(args, device, dtype), draw, plt)
+    rows = []
+    for row in run(args, device, dtype):
+        rows.append(row)
+        if args.json:  # after each row: the next may fail
+            keep(args, device, rows, draw, plt)
 
 
 if __name__ == "__main__":

@@ -759,7 +759,8 @@ def read_checkpoint(out_dir, mmap=False):
         )
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        checkpoint["model"], GPTConfig(**checkpoint["config"])
+        checkpoint["model"]["wte.weight"], checkpoint["tokenizer"]
+        GPTConfig(**checkpoint["config"])
     except Exception as error:  # unpickling a damaged file raises almost anything
         why = (str(error) or type(error).__name__).splitlines()[0].split(". ")[0]
         why = "" if "mmap" in why else f" ({why})"  # about how it was read, not what is wrong
@@ -812,7 +813,7 @@ def pick_device(device=None, dtype=None):
         device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     try:
         device = torch.device(device)
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # Triton and CUDA graphs go to the current one
     except (RuntimeError, AssertionError) as error:

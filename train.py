@@ -551,6 +551,8 @@ def check_flags(args):
         value = getattr(args, name)
         if value is not None and not 0 <= value < math.inf:  # nan is refused too
             raise ValueError(f"--{name} must be a number from 0 on, not {value}")
+    if args.seed >= 2**63:
+        raise ValueError(f"--seed must be below 2**63, not {args.seed}")
     if args.mode == "sft" and args.T_out is not None:
         raise ValueError("--T_out is the response in fine-tuning; the flag is for pre-training")
     if not 0 <= args.full_until <= 1:
@@ -706,9 +708,10 @@ class Run:
             self.model = model_of(loaded, folder, start, **asdict(config))
             theirs = tokenizer_path(loaded["tokenizer"], folder)
             ours = self.data.meta["tokenizer"]
-            if theirs and tokenizer_identity(theirs) != tokenizer_identity(ours):
+            if theirs and (not ours or tokenizer_identity(theirs) != tokenizer_identity(ours)):
                 raise ValueError(
-                    f"{folder} has the tokenizer {theirs}, but {args.dataset} was made with {ours}"
+                    f"{folder} has the tokenizer {theirs}, but {args.dataset} was made with "
+                    f"{ours or 'none'}"
                 )
             self.model.float()
         self.model.compute_dtype = self.dtype

@@ -94,14 +94,62 @@ def test_a_peers_layer_takes_the_place_of_attention_and_answers_at_T_out(monkeyp
     assert all(block.attn.layer.o_proj.weight.grad.abs().sum() > 0 for block in model.blocks)
 
 
-def test_a_variant_that_cannot_run_costs_nothing_of_what_was_trained(capsys):
+def test_a_variant_that_cannot_run_costs_nothing_of_what_was_trained(capsys, monkeypatch):
+    def trained(variant, *others, real=evaluate.trained):
+        if variant == "swa":
+            table = json.loads(pathlib.Path("c.json").read_text())  # is there after each row
+            assert [row["variant"] for row in table["rows"]] == ["full"]
+            raise RuntimeError("a kernel\nrefuses")
+        return real(variant, *others)
+
+    monkeypatch.setattr(evaluate, "trained", trained)
     flags = "--dataset=recall --max_iters=2 --eval_windows=4 --device=cpu --json=c.json".split()
-    call(evaluate.main, "compare", "--variants=full;gla", *flags)
+    with pytest.raises(SystemExit):
+        call(evaluate.main, "compare", "--variants=full;swa;orthros", *flags)
+    error = capsys.readouterr().err
+    assert "swa failed (RuntimeError: a kernel refuses)" in error
+    assert error.endswith("error: the table lacks what failed: swa\n")
     rows = json.loads(pathlib.Path("c.json").read_text())["rows"]
-    assert [row["variant"] for row in rows] == ["full"]
-    assert "gla is left out: the kernels of gla need an NVIDIA GPU" in capsys.readouterr().err
-    error = fails(capsys, evaluate.main, "compare", "--variants=gla", *flags)
-    assert "need an NVIDIA GPU" in error
+    assert [row["variant"] for row in rows] == ["full", "orthros"]
+
+
+def test_variants_that_no_table_can_hold_are_refused_before_the_first_is_trained(capsys):
+    tiny = "--n_layer=2 --n_head=2 --n_embd=32 --max_iters=1 --device=cpu".split()
+    for variants, why in {
+        "full;gla": "gla need an NVIDIA GPU", "full;full": "full twice",
+        "full;full --n_head=5": "multiple of", "full --seed=3": "--seed is --seeds here",
+        "full --attention=swa": "first word", "full --out_dir=x": "--out_dir is chosen",
+        "full --init_from=resume": "start anew", "full;": "'' is no variant",
+        'full "': "is no variant", "full;swa --dataset=text": "dataset text of 'swa",
+        "full;swa --block_size=96": "block_size 96 of",
+    }.items():  # fmt: skip
+        flags = ["--dataset=recall", f"--variants={variants}", *tiny]
+        assert why in fails(capsys, evaluate.main, "compare", *flags)
+    for flag in ("--window=7", "--n_layer=3"):
+        error = fails(capsys, evaluate.main, "recall", f"--variants=full;swa {flag}")
+        assert "one table cannot hold" in error
+    assert "of its own" in fails(capsys, evaluate.main, "recall", "--dataset=stdlib")
+    assert "different" in fails(capsys, evaluate.main, "compare", "--seeds=1,1")
+    assert "below" in fails(capsys, evaluate.main, "compare", f"--seeds=1,{2**64}", *tiny)
+    assert not os.path.exists("out/evaluate")
+
+
+def test_a_table_replaces_tables_alone(capsys):
+    pathlib.Path("a.txt").write_text("some text")
+    flags = ["--dataset=recall", "--variants=swa", "--max_iters=1", "--device=cpu"]
+    error = fails(capsys, evaluate.main, "compare", "--json=a.txt", *flags)
+    assert "would be lost" in error and pathlib.Path("a.txt").read_text() == "some text"
+    fails(capsys, evaluate.main, "compare", "--json=new.json", "--variants=foo")
+    assert not os.path.exists("new.json")
+    for _ in range(2):
+        call(evaluate.main, "compare", "--json=new.json", *flags)
+
+
+def test_variants_of_like_names_are_kept_apart():
+    folder = lambda *variant: evaluate.variant_args(*variant)[1].out_dir
+    plus, minus = (folder(f"full --learning_rate=1e{sign}3", [], 1) for sign in "+-")
+    assert plus != minus and plus == folder("full --learning_rate=1e+3", [], 1)
+    assert len(folder("full " + " ".join(["--sink=1"] * 90), [], 1)) < 150
 
 
 def test_a_needle_is_found_by_a_model_that_copies_and_not_by_one_that_cannot():
@@ -142,6 +190,18 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(capsys):
     assert "no tokenizer" in error and "--tokenizer=" in error
     error = fails(capsys, evaluate.main, "needle", "a.txt", "--out_dir=.", "--tokenizer=bytes")
     assert "257 tokens" in error
+    checkpoint = {"config": vars(tiny().config), "tokenizer": "gpt2", "model": tiny().state_dict()}
+    save_checkpoint(".", checkpoint)
+    error = fails(capsys, evaluate.main, "needle", "a.txt", "--out_dir=.", "--tokenizer=bytes")
+    assert "has the tokenizer gpt2, not bytes" in error
+    assert "full twice" in fails(capsys, evaluate.main, "loss", "a.txt", "--attention=full;full")
+    assert "'foo'" in fails(capsys, evaluate.main, "loss", "a.txt", "--attention=full;foo")
+    save_checkpoint(".", {**checkpoint, "model": [1]})
+    assert "damaged" in fails(capsys, evaluate.main, "needle", "a.txt", "--out_dir=.")
+    flags = ["--dataset=recall", "--init_from=."]
+    save_checkpoint(".", checkpoint)
+    assert "made with none" in fails(capsys, train.main, *flags)
+    assert "meta" in fails(capsys, evaluate.main, "recall", "--device=meta")
     assert "files" in fails(capsys, evaluate.main, "recall", "a.txt")
     assert "--max_itres" in fails(capsys, evaluate.main, "recall", "--max_itres=3")
     assert "unrecognized" in fails(capsys, evaluate.main, "loss", "a.txt", "--max_iters=3")
