@@ -219,6 +219,9 @@ def evaluate(model, tokenizer, args):
         raise ValueError(f"{args.tasks} needs more packages: {brief(error)}") from error
     except TemplateError as error:
         raise ValueError(f"a template of {args.tasks} fails: {brief(error)}") from error
+    except (KeyError, StopIteration) as error:  # its own, of a task that misses what it names
+        raise ValueError(f"{args.tasks}: a task lacks data, or names what is not there "
+                         f"({brief(error)})") from error  # fmt: skip
     except Exception as error:
         if not from_hub(error):
             raise

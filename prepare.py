@@ -82,13 +82,19 @@ def run_cli(main):
     """Run main(); what a user can mend becomes one line on stderr and exit code 2."""
     try:
         main()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        # torch tells of full memory by RuntimeErrors; its others are faults, of ours or its own
+        full = any(words in str(error) for words in ("out of memory", "allocate memory"))
+        if isinstance(error, RuntimeError) and not full:
+            raise
         # an OSError from the system carries the file's name, but says it in an odd order
         message = str(error)
         if isinstance(error, OSError) and error.strerror and error.filename:
             message = f"{error.filename}: {error.strerror}"
             if isinstance(error, FileExistsError):
                 message = f"{error.filename} is a file, and a folder is needed there"
+        if isinstance(error, MemoryError) or full:
+            message = f"{brief(error)}; a smaller batch, length or model needs less memory"
         name = os.path.basename(sys.argv[0])
         print(f"{name}: error: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(2)

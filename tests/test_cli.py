@@ -558,3 +558,14 @@ def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_resume(text):
     error = run.communicate(timeout=30)[1]
     assert run.returncode == 130 and "--init_from=resume" in error and "Traceback" not in error
     assert state("o")["step"] >= 3
+
+
+def test_full_memory_is_said_in_one_line_and_a_fault_of_ours_is_not_hidden(capsys):
+    def main():
+        raise error
+
+    for error in (torch.OutOfMemoryError("CUDA out of memory. Tried\n2 GiB"), MemoryError()):
+        assert "a smaller batch" in fails(capsys, main)
+    error = RuntimeError("shapes differ")
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        call(main)
