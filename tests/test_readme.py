@@ -115,41 +115,49 @@ def recipe_lines():
     records = [asset(name) for name in names]
     tables = [{row["variant"]: row for row in record["rows"]} for record in records]
     first, second, longer, larger = tables
+    cells = lambda values, form: [format(x, form) for x in values] + [""] * (3 - len(values))
+    lines = []
+    less = lambda table, one, other: [
+        a - b for a, b in zip(table[one]["losses"], table[other]["losses"])
+    ]
     for record, table in zip(records, tables):
         yield f"{record['tokens'] / 1e6:.1f} million tokens"
         yield record["text"].split("M GPT-2")[0] + " million tokens"
+        for variant, row in table.items():
+            cost = row["FLOPs over full"]
+            cost = f"{cost:.2f}" if cost else ""
+            lines.append([variant, *cells(row["losses"], ".3f"), cost])
         for variant in ("orthros", "orthros --sink=1"):
-            pairs = zip(table[variant]["losses"], table["full"]["losses"])
-            yield f"| {' | '.join(f'{a - b:+.3f}' for a, b in pairs)} |"
-    for variant in {**first, **second}:
-        cells = []
-        for row in (first.get(variant), second.get(variant)):
-            cells.append("" if not row else f"{row['mean']:.3f}, seed 1" if row["spread"] is None
-                         else f"{row['mean']:.3f} ± {row['spread']:.3f}")  # fmt: skip
-        cost = (second.get(variant) or first.get(variant))["FLOPs over full"]
-        cells.append(f"{cost:.2f}" if cost else "")
-        yield f"| {variant} | {' | '.join(cells)} |".replace("  ", " ")
-    for variant, row in (*longer.items(), *larger.items()):
-        losses = ", ".join(f"{loss:.3f}" for loss in row["losses"])
-        yield f"| {variant} | {losses} | {row['mean']:.3f} | {row['FLOPs over full']:.2f} |"
-    for variant, steps in (("full --max_iters=1330", longer), ("full --max_iters=1500", larger)):
-        row = steps[variant]
-        yield f"{row['FLOPs over full']:.2f} times the steps"
-        yield f"{row['mean']:.3f} at {'25M' if steps is longer else '124M'}"
-    without = [
-        statistics.mean(a - b for a, b in zip(t["orthros"]["losses"], t[no_so]["losses"]))
-        for no_so in ["orthros --scale_offset=False"] for t in (first, longer)
-    ]  # fmt: skip
-    yield "({:+.3f} and {:+.3f} with them)".format(*without)
-    sink = [a - b for t in tables
-            for a, b in zip(t["orthros --sink=1"]["losses"], t["orthros"]["losses"])]  # fmt: skip
-    lower = sum(x < 0 for x in sink)
-    yield f"in {lower} pairs of {len(sink)}, by {-statistics.mean(sink):.3f} in the mean"
+            lines.append(cells(less(table, variant, "full"), "+.3f"))
+    yield from (re.sub(" +", " ", f"| {' | '.join(line)} |") for line in lines)
+    for table, variant in ((longer, "full --max_iters=1330"), (larger, "full --max_iters=1500")):
+        row = table[variant]
+        yield (f"{row['FLOPs over full']:.2f} times the steps {'reached ' * (table is longer)}"
+               f"{row['losses'][0]:.3f}")  # fmt: skip
+        yield f"Orthros had {table['orthros']['losses'][0]:.3f}"
+    for form, variant in (("mean there is {:.3f} with a standard error of {:.3f}", "orthros"),
+                          ("a sink key {:.3f} with {:.3f}", "orthros --sink=1")):  # fmt: skip
+        pairs = less(larger, variant, "full")
+        yield form.format(statistics.mean(pairs), statistics.stdev(pairs) / len(pairs) ** 0.5)
+    sink, so = "orthros --sink=1", "orthros --scale_offset=False"
+    mean = lambda *pairs: statistics.mean(less(*pairs))
+    yield f"by {mean(second, sink + ' --T_out=1024', sink):.3f} in the mean"
+    yield f"by {mean(second, sink + ' --T_out=256', sink):.3f} (seed 1)"
+    late = " --full_until=0.8"
+    yield f"by {mean(first, 'orthros' + late, 'orthros'):.3f}, and with a sink"
+    yield f"by {mean(first, sink + late, sink):.3f} and, after"
+    yield f"by {mean(longer, sink + late, sink):.3f} (seed 1)"
+    pairs = [x for table in tables for x in less(table, sink, "orthros")]
+    lower = sum(x < 0 for x in pairs)
+    yield f"in {lower} pairs of {len(pairs)}, by {-statistics.mean(pairs):.3f} in the mean"
+    yield f"higher by {mean(first, 'orthros', so):.3f} in the mean"
+    yield f"by {mean(longer, 'orthros', so):.3f} after"
+    fast = mean(second, sink + ", alpha and beta at 10 times the rate", sink)
+    yield f"changed it by {fast:+.3f} (seed 1"
     more = second["retnet"]["parameters"] - second["full"]["parameters"]
     yield f"{more / 1e6:.1f} million parameters more"
     full, orthros = (row["ms"] for row in asset("train-2048-h200")["rows"])
-    cost = larger["orthros"]["FLOPs over full"]
-    yield f"that is {cost:.2f} times the FLOPs"
+    yield f"that is {larger['orthros']['FLOPs over full']:.2f} times the FLOPs"
     yield f"took {orthros:.1f} ms against {full:.1f}, or {orthros / full:.2f} times"
     for T in (16384, 131072):
         shape = model.PRESETS["gpt2"] | {"block_size": T, "window": 128}
