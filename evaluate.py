@@ -318,6 +318,8 @@ def variants_of(args, default, flags, same):
     first = None
     for variant in variants:
         kind, own = [variant_args(variant, flags, seed) for seed in args.seeds][0]
+        if args.command == "recall" and (own.dataset, own.mode) != ("recall", "pt"):
+            raise ValueError("recall has a dataset of its own; --dataset and --mode are compare's")
         device, _ = pick_device(own.device, own.dtype)
         train.config_of(own)
         if kind is not train.Run:
@@ -332,8 +334,6 @@ def variants_of(args, default, flags, same):
             if mine != others:
                 raise ValueError(f"one table cannot hold {name} {mine} of '{variant}' and {others} "
                                  f"of '{variants[0]}'")  # fmt: skip
-        if args.command == "recall" and (own.dataset, own.mode) != ("recall", "pt"):
-            raise ValueError("recall has a dataset of its own; --dataset and --mode are compare's")
     return variants
 
 
