@@ -48,7 +48,7 @@ from fast import fuse
 from model import GPT, PRESETS, GPTConfig, KVCache, choose_backend, pick_device
 from prepare import Parser, needed, parse_bool, run_cli
 from sample import decode, fast_step, pick_token, prefill
-from train import forward_flops, keys_seen, read_log
+from train import device_name, forward_flops, keys_seen, read_log
 
 # ------------------------------------------------------------------------------------------------
 # Clocks, limits, memory
@@ -581,11 +581,9 @@ BENCHES = {"prefill": bench_prefill, "kernels": bench_kernels, "train": bench_tr
 
 def measure(args, device, dtype):
     """Run one benchmark; print its table, write it to a JSON file, and draw it."""
-    where = f"CPU, {torch.get_num_threads()} threads"
-    if device.type == "cuda":
-        where = torch.cuda.get_device_name(device)
-        if not M.load_flash():
-            print("flash-attn is not installed: pip install -e '.[flash]'", file=sys.stderr)
+    where = device_name(device)
+    if device.type == "cuda" and not M.load_flash():
+        print("flash-attn is not installed: pip install -e '.[flash]'", file=sys.stderr)
     name = "kernels" if args.kernels else args.command
     backend, limits = choose_backend(args.backend), Limits(device, dtype)
     rows = BENCHES[name](args, device, dtype, limits)

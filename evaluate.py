@@ -148,7 +148,6 @@ def evaluate_loss(args, device, dtype):
         print(f"{kind:12}{mean:>9.4f}{math.exp(mean):>12.3f}"
               f"{mean * losses.numel() / math.log(2) / n_bytes:>11.4f}"
               + "".join(f"{part:>12.4f}" for part in parts), flush=True)  # fmt: skip
-        mean, *parts = without_nan([mean, *parts])
         yield {"attention": kind, "nats": mean, "starts": starts, "by position": parts}
 
 
@@ -216,7 +215,7 @@ def evaluate_recall(args, device, dtype):
         shares = [right[(distances >= a) & (distances < b)].float().mean().item()
                   for a, b in zip(edges, edges[1:])]  # fmt: skip
         print(f"{variant:32}" + "".join(f"{share:>12.3f}" for share in shares), flush=True)
-        yield {"variant": variant, "edges": edges, "right": without_nan(shares)}
+        yield {"variant": variant, "edges": edges, "right": shares}
 
 
 def draw_recall(rows, axes):
@@ -389,7 +388,7 @@ def evaluate_compare(args, device, dtype):
         cost = [row["flops"] / first["flops"]] if row["flops"] and first["flops"] else []
         print(f"{variant:32}{row['mean']:>10.4f}"
               + (f"{row['spread']:>8.4f}" if row["spread"] is not None else f"{'':8}")
-              + "".join(f"{'' if q is None else f'{q:.4f}':>8}" for q in row["quarters"])
+              + "".join(f"{'' if math.isnan(q) else f'{q:.4f}':>8}" for q in row["quarters"])
               + (f"{row['tokens_per_s']:>11,.0f}" if row["tokens_per_s"] else f"{'':11}")
               + "".join(f"{x:>7.2f}" for x in cost)
               + "".join(f"  accuracy {x:.3f}" for x in row["accuracy"]), flush=True)  # fmt: skip
@@ -414,8 +413,7 @@ def over_seeds(variant, args):
     return {"variant": variant, "seeds": args.seeds, "losses": losses,
             "flops": None if isinstance(run, PeerRun) else run.flops,  # of kernels not counted here
             "parameters": run.model.num_params(), "mean": statistics.mean(losses),
-            "quarters": without_nan(np.mean(quarters, axis=0)),
-            "accuracy": accuracy,
+            "quarters": np.mean(quarters, axis=0).tolist(), "accuracy": accuracy,
             "spread": statistics.stdev(losses) if len(losses) > 1 else None,
             "seconds": (time.perf_counter() - began) / len(losses),
             "tokens_per_s": statistics.median(speeds) if speeds else None}  # fmt: skip
@@ -526,11 +524,8 @@ def check_json(path):
 
 def keep(args, device, rows, draw, plt):
     """Write the rows and their circumstances to --json, and a picture beside it."""
-    record = {"command": shlex.join(sys.argv[1:]), "torch": torch.__version__, "rows": rows}
-    record["device"] = (
-        torch.cuda.get_device_name(device) if device.type == "cuda"
-        else f"{device.type.upper()}, {torch.get_num_threads()} threads"
-    )  # fmt: skip
+    record = {"command": shlex.join(sys.argv[1:]), "torch": torch.__version__, "rows": rows,
+              "device": train.device_name(device)}  # fmt: skip
     with open(args.json, "w", encoding="utf-8") as file:
         json.dump(record, file, indent=1)
     if plt:
@@ -545,11 +540,6 @@ def no_doubles(flag, items):
     for item in items:
         if items.count(item) > 1:
             raise ValueError(f"{flag} has {item or 'nothing'} twice")
-
-
-def without_nan(values):
-    """None for nan, which JSON lacks."""
-    return [None if math.isnan(x) else x for x in values]
 
 
 def numbers(text):
@@ -650,7 +640,8 @@ def main():
     choose_backend(args.backend)
     rows = []
     for row in run(args, device, dtype):
-        rows.append(row)
+        # None for nan, which JSON lacks
+        rows.append(json.loads(json.dumps(row), parse_constant=lambda _: None))
         if args.json:  # after each row: the next may fail
             keep(args, device, rows, draw, plt)
 

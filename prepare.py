@@ -84,7 +84,8 @@ def run_cli(main):
         main()
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         # torch tells of full memory by RuntimeErrors; its others are faults, of ours or its own
-        full = any(words in str(error) for words in ("out of memory", "allocate memory"))
+        full = isinstance(error, MemoryError)
+        full |= any(words in str(error) for words in ("out of memory", "allocate memory"))
         if isinstance(error, RuntimeError) and not full:
             raise
         # an OSError from the system carries the file's name, but says it in an odd order
@@ -93,7 +94,7 @@ def run_cli(main):
             message = f"{error.filename}: {error.strerror}"
             if isinstance(error, FileExistsError):
                 message = f"{error.filename} is a file, and a folder is needed there"
-        if isinstance(error, MemoryError) or full:
+        if full:
             message = f"{brief(error)}; a smaller batch, length or model needs less memory"
         name = os.path.basename(sys.argv[0])
         print(f"{name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -333,8 +334,9 @@ def tokenizer_of(checkpoint, folder):
 
 
 def tokenizer_identity(name):
-    """The name, or the hash of a tokenizer.json, so that copies of one file are the same."""
-    if name in TOKENIZERS or not os.path.isfile(name):
+    """The name, or the hash of a tokenizer.json, so that copies of one file are the same. None,
+    of data that is no text, stays None."""
+    if name is None or name in TOKENIZERS or not os.path.isfile(name):
         return name
     return hashlib.sha256(pathlib.Path(name).read_bytes()).hexdigest()
 

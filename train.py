@@ -708,7 +708,7 @@ class Run:
             self.model = model_of(loaded, folder, start, **asdict(config))
             theirs = tokenizer_path(loaded["tokenizer"], folder)
             ours = self.data.meta["tokenizer"]
-            if theirs and (not ours or tokenizer_identity(theirs) != tokenizer_identity(ours)):
+            if theirs and tokenizer_identity(theirs) != tokenizer_identity(ours):
                 raise ValueError(
                     f"{folder} has the tokenizer {theirs}, but {args.dataset} was made with "
                     f"{ours or 'none'}"
@@ -835,6 +835,13 @@ def show_saving(data, config, args):
     print(f"{len(examples)} examples, {len(data.examples['val'])} to validate, {data.skipped} "
           f"skipped (no response, or too long); T_out = response takes {short / whole:.0%} of the "
           f"FLOPs of T_out = T")  # fmt: skip
+
+
+def device_name(device):
+    """What results name as the machine: the GPU, or the kind of device and PyTorch's threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type.upper()}, {torch.get_num_threads()} threads"
 
 
 def peak_flops(args, device):

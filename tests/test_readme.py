@@ -110,17 +110,19 @@ def recall_lines():
     yield f"full stayed between {min(full):.2f} and {max(full):.2f}"
 
 
-def recipe_lines():
-    names = ("recipe-h200", "recipe-text2-h200", "recipe-33m-h200", "recipe-124m-h200")
-    records = [asset(name) for name in names]
-    tables = [{row["variant"]: row for row in record["rows"]} for record in records]
-    first, second, longer, larger = tables
+RECIPES = [asset(f"recipe-{name}h200") for name in ("", "text2-", "33m-", "124m-")]
+RECIPE_TABLES = [{row["variant"]: row for row in record["rows"]} for record in RECIPES]
+
+
+def less(table, one, other):
+    """By how much one variant's loss is above another's, for each seed that both have."""
+    return [a - b for a, b in zip(table[one]["losses"], table[other]["losses"])]
+
+
+def recipe_table_lines():
     cells = lambda values, form: [format(x, form) for x in values] + [""] * (3 - len(values))
     lines = []
-    less = lambda table, one, other: [
-        a - b for a, b in zip(table[one]["losses"], table[other]["losses"])
-    ]
-    for record, table in zip(records, tables):
+    for record, table in zip(RECIPES, RECIPE_TABLES):
         yield f"{record['tokens'] / 1e6:.1f} million tokens"
         yield record["text"].split("M GPT-2")[0] + " million tokens"
         for variant, row in table.items():
@@ -130,11 +132,15 @@ def recipe_lines():
         for variant in ("orthros", "orthros --sink=1"):
             lines.append(cells(less(table, variant, "full"), "+.3f"))
     yield from (re.sub(" +", " ", f"| {' | '.join(line)} |") for line in lines)
-    for table, variant in ((longer, "full --max_iters=1330"), (larger, "full --max_iters=1500")):
-        row = table[variant]
-        yield (f"{row['FLOPs over full']:.2f} times the steps {'reached ' * (table is longer)}"
-               f"{row['losses'][0]:.3f}")  # fmt: skip
-        yield f"Orthros had {table['orthros']['losses'][0]:.3f}"
+
+
+def recipe_lines():
+    first, second, longer, larger = RECIPE_TABLES
+    for table, steps, size in ((longer, 1330, "25M"), (larger, 1500, "124M")):
+        row, orthros = (table[v] for v in (f"full --max_iters={steps}", "orthros"))
+        yield f"{row['FLOPs over full']:.2f} times the steps"
+        yield (f"{row['losses'][0]:.3f} at {size}, where Orthros had "
+               f"{orthros['losses'][0]:.3f}")  # fmt: skip
     for form, variant in (("mean there is {:.3f} with a standard error of {:.3f}", "orthros"),
                           ("a sink key {:.3f} with {:.3f}", "orthros --sink=1")):  # fmt: skip
         pairs = less(larger, variant, "full")
@@ -147,7 +153,7 @@ def recipe_lines():
     yield f"by {mean(first, 'orthros' + late, 'orthros'):.3f}, and with a sink"
     yield f"by {mean(first, sink + late, sink):.3f} and, after"
     yield f"by {mean(longer, sink + late, sink):.3f} (seed 1)"
-    pairs = [x for table in tables for x in less(table, sink, "orthros")]
+    pairs = [x for table in RECIPE_TABLES for x in less(table, sink, "orthros")]
     lower = sum(x < 0 for x in pairs)
     yield f"in {lower} pairs of {len(pairs)}, by {-statistics.mean(pairs):.3f} in the mean"
     yield f"higher by {mean(first, 'orthros', so):.3f} in the mean"
@@ -156,8 +162,11 @@ def recipe_lines():
     yield f"changed it by {fast:+.3f} (seed 1"
     more = second["retnet"]["parameters"] - second["full"]["parameters"]
     yield f"{more / 1e6:.1f} million parameters more"
+
+
+def recipe_cost_lines():
     full, orthros = (row["ms"] for row in asset("train-2048-h200")["rows"])
-    yield f"that is {larger['orthros']['FLOPs over full']:.2f} times the FLOPs"
+    yield f"that is {RECIPE_TABLES[-1]['orthros']['FLOPs over full']:.2f} times the FLOPs"
     yield f"took {orthros:.1f} ms against {full:.1f}, or {orthros / full:.2f} times"
     for T in (16384, 131072):
         shape = model.PRESETS["gpt2"] | {"block_size": T, "window": 128}
@@ -214,7 +223,8 @@ def lines_by_hand():
 
 
 ALL_LINES = [laptop_lines, convert_lines, prefill_lines, kernel_lines, training_lines, decode_lines,
-             recall_lines, recipe_lines, harness_lines, lines_by_hand]  # fmt: skip
+             recall_lines, recipe_table_lines, recipe_lines, recipe_cost_lines, harness_lines,
+             lines_by_hand]  # fmt: skip
 
 
 @pytest.mark.parametrize("lines", ALL_LINES)
